@@ -37,11 +37,11 @@ COIL_STRUCTURES = 40
 STRAND, STRANDS = 10, 8  # residues of a strand, strands
 STRANDS_APART = 3  # along the chain, at least, between strands beside each other: so contacts are 24 or more apart
 STRAND_STEP, SHEETS_APART = 3.4, 7.5  # angstrom: residues along a strand; sheets
-# Beside each other in a row, and whether both sites tend to be in the same state. Each square has a pair that does
-# not, so that the neighbours of a site say little of one another, and a model has to look at each of them.
-COUPLED = {(0, 1): 1, (1, 2): 1, (2, 3): 1, (4, 5): 1, (5, 6): 1, (6, 7): 1}
-COUPLED |= {(0, 4): 1, (1, 5): -1, (2, 6): 1, (3, 7): -1}
-COUPLING = 1.5
+# Pairs beside each other in a row, and their couplings. Each square has a negative one, so that a site's neighbours
+# say little of one another, and the strengths are such that each tells at least 0.075 nats of the site that the whole
+# row without it does not. So a model has to look at each.
+COUPLED = {(0, 1): 2.0, (1, 2): 1.6, (2, 3): 2.0, (4, 5): 2.0, (5, 6): 1.6, (6, 7): 2.0}
+COUPLED |= {(0, 4): 2.0, (1, 5): -2.8, (2, 6): 2.8, (3, 7): -2.0}
 POTTS_MEMBERS, POTTS_STRUCTURES = 4000, 5  # of each family; the second are further ones
 
 
@@ -111,12 +111,11 @@ def folds() -> np.ndarray:
 
 @cache
 def row_states() -> tuple[np.ndarray, np.ndarray]:
-    """(states [256, STRANDS] of a row's sites, 0 or 1; their probabilities): P ~ exp(COUPLING * sum of +-s_a s_b over
-    the coupled pairs), s = +-1. They are few enough to be drawn as they are, without a Markov chain."""
+    """(states [256, STRANDS] of a row's sites, 0 or 1; their probabilities): P ~ exp(sum of J_ab s_a s_b over the
+    coupled pairs), s = +-1. They are few enough to be drawn as they are, without a Markov chain."""
     states = np.array(list(product((0, 1), repeat=STRANDS)))
     spins = 2 * states - 1
-    energy = sum(sign * spins[:, a] * spins[:, b] for (a, b), sign in COUPLED.items())
-    weights = np.exp(COUPLING * energy)
+    weights = np.exp(sum(coupling * spins[:, a] * spins[:, b] for (a, b), coupling in COUPLED.items()))
     return states, weights / weights.sum()
 
 

@@ -11,7 +11,7 @@ import pytest
 from common.cli import UserError
 from extras.downstream.contacts import pairs
 from extras.downstream.structures import chains_of
-from extras.prepare.planted import COUPLED, COUPLING, STRANDS, PottsFamily, make_potts, potts_structures
+from extras.prepare.planted import COUPLED, STRANDS, PottsFamily, make_potts, potts_structures, row_states
 from extras.prepare.sample import WithStructures
 
 COUNT = 4000
@@ -34,8 +34,11 @@ def spins(family) -> np.ndarray:
 def test_potts_pairs_correlate_as_the_model_says(family, spins):
     # Transfer matrices along the ladder, whose rungs have four states: another way than the sum over 256 states.
     rung = list(product((-1, 1), repeat=2))
-    inside = [np.diag([math.exp(COUPLING * sign * a * b) for a, b in rung]) for sign in (1, -1, 1, -1)]
-    rails = np.array([[math.exp(COUPLING * (a * c + b * d)) for c, d in rung] for a, b in rung])
+    inside = [np.diag([math.exp(coupling * a * b) for a, b in rung]) for coupling in (2, -2.8, 2.8, -2)]
+    rails = [
+        np.array([[math.exp(coupling * (a * c + b * d)) for c, d in rung] for a, b in rung])
+        for coupling in (2, 1.6, 2)
+    ]
 
     def mean(*places: int) -> float:
         total = np.ones(4)
@@ -43,7 +46,7 @@ def test_potts_pairs_correlate_as_the_model_says(family, spins):
             here = np.array(
                 [math.prod(((a, b)[place // 4]) for place in places if place % 4 == column) for a, b in rung]
             )
-            total = (total if column == 0 else total @ rails) @ (inside[column] * here)
+            total = (total if column == 0 else total @ rails[column - 1]) @ (inside[column] * here)
         return total.sum()
 
     correlation = spins.T @ spins / COUNT
@@ -80,6 +83,19 @@ def test_potts_structure_has_the_contacts_of_the_family(tmp_path):
             }
         assert touching == {tuple(sorted(pair)) for pair in expected}
         assert (j - i)[contact].min() > 20
+
+
+def test_potts_neighbours_each_say_what_the_others_do_not():
+    states, probabilities = row_states()
+
+    def entropy(places: list[int]) -> float:
+        p = np.bincount(states[:, places] @ 2 ** np.arange(len(places)), weights=probabilities)
+        return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+    for pair in COUPLED:
+        others = [place for place in range(STRANDS) if place not in pair]
+        in_common = sum(entropy([place, *others]) for place in pair) - entropy([*pair, *others]) - entropy(others)
+        assert in_common > 0.075, pair
 
 
 def test_sample_refuses_structures_of_nothing():
