@@ -16,7 +16,16 @@ from common.distributed.world import World
 from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.models.layers.context_attention import WAYS, ContextGroup, CpLayout, enable_context_parallel, ring_blocks
+from common.models.layers.attention import rotary_tables
+from common.models.layers.context_attention import (
+    WAYS,
+    ContextGroup,
+    CpLayout,
+    context_attention,
+    enable_context_parallel,
+    operator,
+    ring_blocks,
+)
 from common.models.layers.initialise import initialise
 from common.models.layers.residual import Model
 from extras.decoders.config import DecoderConfig
@@ -77,7 +86,7 @@ DECODERS = {  # {kind: what its configuration has beside the sizes}
 def model_of(kind: bool | str) -> Model:
     """kind: of DECODERS, or an ESM-2 with or without token dropout."""
     if isinstance(kind, str):
-        sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         config = DecoderConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **DECODERS[kind])
         model: Model = DecoderForCausalLM(config)
         initialise(model, 1, config.initializer_range)
@@ -125,6 +134,24 @@ def hold_bits(model: Model, batches: list[dict], bf16: bool) -> None:
         assert torch.equal(gradient, expected[name]), name
 
 
+def hold_operator(context: ContextGroup, batch: dict) -> None:
+    """What compiled layers call computes, forward and backward, what others call: of a decoder's heads."""
+    shared, generator = to_device(batch, CPU)["shared"], torch.Generator().manual_seed(context.rank)
+    qkv, grad = (torch.randn(len(batch["input_ids"]), n, 8, generator=generator) for n in (8, 4))
+    tables = rotary_tables(shared.positions, 8)
+    layout, results = CpLayout(shared.real, shared.bounds, CPU, context), []
+    for attend in (
+        lambda x: context_attention(x, *tables, layout, kv_heads=2),
+        lambda x: operator(x, *tables, shared.real, shared.bounds, *layout.names, 2)[0],
+    ):
+        x = qkv.clone().requires_grad_()
+        out = attend(x)
+        out.backward(grad.flatten(1))
+        results.append((out.detach(), x.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 def compare(cp_size: int, cases: list[tuple], out: str) -> None:
     """In every rank: each case (way, layout, multiple, kind, bf16, lengths, labels) against the whole packs here.
 
@@ -153,7 +180,9 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         slices = [
             SlicingCollator(lambda *_, batch=b: batch, mesh, layout, multiple, PAD, MASK)(None, None) for b in mine
         ]
-        if number % 4 == 1 and not isinstance(kind, str):  # a decoder does not fill up packs itself
+        if isinstance(kind, str):
+            hold_operator(shared.context, slices[0])
+        elif number % 4 == 1:  # a decoder does not fill up packs itself
             hold_bits(shared, slices, bf16)
         if number % 2 and shared.takes_fillers:  # fillers and empty sequences, in no shared sequence
             slices = [filled(b, tokens=len(b["input_ids"]) + 100) for b in slices]

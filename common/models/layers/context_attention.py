@@ -177,7 +177,7 @@ def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout, k
     whole sequence. Returns [T, H * D]; 0 where a token is padding, which gets no attention and no gradient.
     """
     if torch.compiler.is_compiling():
-        return _operator(qkv, cos, sin, layout.real, layout.bounds, *layout.names, kv_heads)[0]
+        return operator(qkv, cos, sin, layout.real, layout.bounds, *layout.names, kv_heads)[0]
     with torch.autocast(qkv.device.type, enabled=False):
         out = _ContextAttention.apply(*_rotated(qkv, cos, sin, layout, kv_heads), layout, kv_heads > 0)
     return scatter(out, layout, len(qkv)).flatten(1)
@@ -316,7 +316,7 @@ WAYS = {"p2p": _Way(_ring_forward, _ring_backward), "all_gather": _Way(_gathered
 
 
 @torch.library.custom_op("esm2::context_attention", mutates_args=())
-def _operator(
+def operator(
     qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, way: str, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
     """As `context_attention`; also, for the backward pass, the lse [T, H] of the real tokens."""
@@ -326,7 +326,7 @@ def _operator(
     return scatter(out, layout, len(qkv)).flatten(1), scatter(lse, layout, len(qkv))
 
 
-@_operator.register_fake
+@operator.register_fake
 def _(qkv, cos, sin, real, bounds, group, way, kv_heads) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[-1]
     lse = qkv.new_empty(tokens, heads, dtype=torch.promote_types(qkv.dtype, torch.float32))
@@ -374,7 +374,7 @@ def _differentiate(ctx, grad: Tensor, *_):
     return grads, None, None, None, None, None, None, None
 
 
-_operator.register_autograd(_differentiate, setup_context=_save)
+operator.register_autograd(_differentiate, setup_context=_save)
 
 # ---- communication -------------------------------------------------------------------------------------------------
 
