@@ -154,7 +154,6 @@ SLOW = {
     ),
     "training/test_decoders.py": (
         "test_decoder_with_shared_documents_equals_one_process[mistral]",
-        "test_decoder_run_of_any_strategy_equals_transformers[mfsdp-cp]",
         "test_decoder_with_muon_equals_one_process[llama]",
         "test_decoder_learns_more_than_frequencies",
         "test_decoder_resume_after_stop_is_bit_identical",
