@@ -141,12 +141,16 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tupl
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad.flatten(1))
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, _: bool) -> tuple[Tensor, ...]:
-    """Output and gradients of a block with a sequence without queries, and one without keys."""
+def _block(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """Output and gradients of a block with a sequence without queries, and one without keys; if causal also of a
+    rank's own block."""
     rows = torch.tensor([[0, 5, 5, 70, 270], [0, 64, 69, 69, 270]])
     queries, keys = Bounds.make(rows, q.device)
-    out, lse = attend_block(q, k, v, queries, keys)
-    return out, *block_gradients(grad, q, k, v, out, lse.nan_to_num(neginf=0.0), queries, keys)
+    results = []
+    for bounds in [(queries, keys, False), (keys, keys, True)][: 1 + causal]:
+        out, lse = attend_block(q, k, v, *bounds)
+        results += out, *block_gradients(grad, q, k, v, out, lse.nan_to_num(neginf=0.0), *bounds)
+    return tuple(results)
 
 
 # ---- the kernels' module, as torch calls it ----------------------------------------------------------------------

@@ -73,6 +73,8 @@ SLOW = {
     "models/test_context_attention.py": (
         "test_context_attention_equals_single_process[4-1]",
         "test_context_attention_equals_single_process[2-2]",
+        "test_context_attention_of_decoders_equals_single_process[4-1]",
+        "test_context_attention_of_decoders_equals_single_process[2-2]",
     ),
     "models/test_lowered_cpu.py": ("test_cpu_without_bf16_instructions_computes_the_same[AVX2]",),
     "models/test_model.py": (
@@ -163,6 +165,7 @@ SLOW = {
         "test_decoder_commands_of_guides_train[mathstral_7b]",
     ),
     "training/test_decoders.py": (
+        "test_decoder_with_shared_documents_equals_one_process[mistral]",
         "test_decoder_with_muon_equals_one_process[llama]",
         "test_decoder_learns_more_than_frequencies",
         "test_decoder_resume_after_stop_is_bit_identical",

@@ -174,11 +174,6 @@ class RunArguments(Flags, ABC):
         """The family of the model."""
 
     @property
-    def cp_comm_type(self) -> str:
-        """How the ranks of --cp_size send keys and values; empty for a task without context parallelism."""
-        return ""
-
-    @property
     def pack_tokens(self) -> int:
         """Most tokens of a pack."""
         return self.data.per_device_train_batch_size * self.data.max_seq_length

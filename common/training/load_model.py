@@ -60,7 +60,7 @@ def load_model(
             model = choice.make()
         precision = set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
         if world.cp_group is not None:
-            enable_context_parallel(model, world.cp_group, args.cp_comm_type)
+            enable_context_parallel(model, world.cp_group, args.model.cp_comm_type)
         # For a new shape a GPU's libraries select kernels again, and its allocator takes memory. On a CPU fillers
         # would only cost time.
         one_shape = world.device.type == "cuda" and args.data.packing and getattr(model, "takes_fillers", False)

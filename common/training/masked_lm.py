@@ -54,10 +54,6 @@ class TrainArguments(RunArguments):
         return encoder_family(str(self.model_named), self.model.model_type)
 
     @property
-    def cp_comm_type(self) -> str:
-        return self.model.cp_comm_type
-
-    @property
     def pack_tokens(self) -> int:
         return self.data.pack_tokens
 

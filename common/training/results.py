@@ -55,7 +55,7 @@ def announce(
     logger.info("  Device = %s x %d, computing in %s", world.device.type, world.size, precision)
     if world.cp_size > 1:
         logger.info(
-            "  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.cp_comm_type, args.data.cp_layout
+            "  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.model.cp_comm_type, args.data.cp_layout
         )
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)

@@ -64,12 +64,16 @@ class CausalLM(Task[CausalArguments, TextData]):
         return StepCounts(*Counts.of(micro_batches), computed)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy in nats, summed over a batch's targets, plus the router's loss; fp32 scalar."""
+        """Cross-entropy in nats, summed over a batch's targets, plus the router's loss; fp32 scalar. Of a pack that
+        ranks share, this rank's part of both."""
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.flags.precision.bf16):
             output = model(**to_device(batch, self.world.device))
         if output.router is None:
             return output.loss_sum
-        return output.loss_sum + self.built.config.router_aux_loss_coef * batch["num_targets"] * output.router
+        targets = batch["num_targets"]
+        if "shared_lengths" in batch:  # those of the whole pack: all tokens of a sequence but the last
+            targets = int((batch["shared_lengths"] - 1).clamp(min=0).sum())
+        return output.loss_sum + self.built.config.router_aux_loss_coef * targets * output.router
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if stopped meanwhile."""

@@ -134,10 +134,12 @@ class Decoders(Family):
         torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         check_device(world.device, bf16, config.head_dim, "torch")  # both backends have torch's attention
-        if world.cp_size > 1:
+        if world.cp_size > 1 and flags.cp_comm_type == "a2a":
+            raise UserError("--cp_comm_type a2a: decoders have no all-to-all: choose p2p or all_gather")
+        if world.cp_size > 1 and args.data.cp_layout != "dual_chunk":
             raise UserError(
-                f"--cp_size {world.cp_size}: context parallelism has no causal attention yet: use train_fsdp2.py with "
-                "--activation_checkpointing full, or a shorter --max_seq_length"
+                f"--cp_layout {args.data.cp_layout}: causal attention would leave the first ranks little to do: "
+                "choose dual_chunk"
             )
         if args.precision.quant_stats and config.num_local_experts:
             raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")

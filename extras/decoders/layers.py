@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from common.models.layers import cpu
 from common.models.layers.attention import has_varlen_kernel, rotate, rotated_attention
+from common.models.layers.context_attention import CpLayout, context_attention
 from common.models.layers.cpu import device_type
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
@@ -84,8 +85,17 @@ class SelfAttention(nn.Module):
         self.layernorm_qkv = NormLinear(config.hidden_size, (heads + 2 * kv_heads) * dim, config.rms_norm_eps)
         self.proj = Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        layout: CpLayout | None = None,
+    ) -> Tensor:
         qkv = self.layernorm_qkv(x).view(self.shape)  # [T, H + 2 K, D]
+        if layout is not None:
+            return self.proj(context_attention(qkv, *rotary, layout, self.kv_heads))
         return self.proj(causal_attention(qkv, self.kv_heads, *rotary, cu_seqlens, max_seqlen))
 
 
@@ -102,7 +112,7 @@ class FeedForward(nn.Module):
         self.fc1_weight = nn.Parameter(torch.empty(2 * config.intermediate_size, config.hidden_size))
         self.fc2_weight = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, layout: CpLayout | None = None) -> tuple[Tensor, None]:
         x = rms_norm(x, self.layer_norm_weight, self.eps)
         return self.of_normed(x, self.fc1_weight, self.fc2_weight), None
 
@@ -128,9 +138,9 @@ class Experts(FeedForward):
             rows, columns = getattr(self, name).shape
             setattr(self, name, nn.Parameter(torch.empty(self.experts * rows, columns)))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, layout: CpLayout | None = None) -> tuple[Tensor, Tensor]:
         """[T, hidden] -> the same, and [2, experts] of the router: how often each expert was chosen, and its
-        probabilities summed over tokens."""
+        probabilities summed over tokens; over this rank's real ones where ranks share a pack."""
         x = rms_norm(x, self.layer_norm_weight, self.eps)
         with torch.autocast(x.device.type, enabled=False):
             probabilities = F.linear(x, self.gate_weight.to(x.dtype)).softmax(-1)  # [T, experts]
@@ -150,6 +160,9 @@ class Experts(FeedForward):
         ]
         result = torch.cat(results)
         result = result * weights.flatten()[order, None].to(result.dtype)
+        if layout is not None:  # padding is of no pack
+            probabilities = probabilities[layout.own]
+            counts = torch.bincount(chosen[layout.own].flatten(), minlength=self.experts)
         shares = torch.stack((counts.to(probabilities.dtype), probabilities.sum(0)))
         return torch.zeros_like(x, dtype=result.dtype).index_add(0, tokens, result), shares
 
@@ -163,15 +176,21 @@ class DecoderLayer(nn.Module):
         self.layernorm_mlp = (Experts if config.num_local_experts else FeedForward)(config)
 
     def forward(
-        self, stream: Tensor | Stream, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
+        self,
+        stream: Tensor | Stream,
+        rotary: tuple[Tensor, Tensor],
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        layout: CpLayout | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The stream's two, and what `Experts` tells of its router; None without one.
+        """The stream's two, and what `Experts` tells of its router; None without one. layout: of a pack that ranks
+        share.
 
         Side by side: Megatron-FSDP looks for tensors in a result, but not in a part of it.
         """
         x = total(stream)
-        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
-        more, shares = self.layernorm_mlp(x)
+        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout)
+        more, shares = self.layernorm_mlp(x, layout)
         return x, more, shares
 
 

@@ -18,6 +18,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
 
+from common.models.layers.context_attention import CpLayout
 from common.models.layers.recompute import recompute_by_te
 from common.models.layers.residual import Stream, total
 from extras.decoders import layers as decoder_layers
@@ -48,8 +49,13 @@ class DecoderLayer(decoder_layers.DecoderLayer):
         )
 
     def forward(
-        self, stream: Tensor | Stream, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
+        self,
+        stream: Tensor | Stream,
+        rotary: tuple[Tensor, Tensor],
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        layout: CpLayout | None = None,
     ) -> tuple[Tensor, None, None]:
         x = total(stream)
-        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
+        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout)
         return x + self.layernorm_mlp(x), None, None

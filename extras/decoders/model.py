@@ -11,9 +11,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.distributed.context_parallel import CpPack
+from common.models.layers.context_attention import ContextGroup, CpLayout, scatter
 from common.models.layers.linear import Linear, gradients, linear
 from common.models.layers.residual import Block, Layers, Model, Stream, total
 from extras.decoders.config import DecoderConfig
@@ -82,7 +85,8 @@ class _VocabularyLoss(torch.autograd.Function):
 class DecoderOutput(NamedTuple):
     """The result of a forward pass. Without labels: `logits`. With labels: sums over the labelled positions.
 
-    router: Mixtral's load-balancing loss (fp32 scalar), not yet weighted; None without experts.
+    router: Mixtral's load-balancing loss (fp32 scalar), not yet weighted; None without experts. Where ranks share a
+    pack, this rank's part of it: the sum over them is the pack's.
     """
 
     logits: Tensor | None = None  # [T, V] or [B, S, V], fp32
@@ -101,6 +105,7 @@ class DecoderForCausalLM(Model):
         super().__init__()
         self.config = config
         self.takes_fillers = not config.num_local_experts  # which a router would count
+        self.context: ContextGroup | None = None  # with context parallelism: the ranks that share packs
         layers: Any
         if backend == "te":
             from extras.decoders import layers_te as layers
@@ -136,9 +141,12 @@ class DecoderForCausalLM(Model):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         labels: Tensor | None = None,
+        shared: CpPack | None = None,
     ) -> DecoderOutput:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]), or sequences of one length (`input_ids` [B, S]).
 
+        shared: with context parallelism (`enable_context_parallel`), how the pack's sequences are shared; all others
+        and the results are then of this rank's tokens.
         labels: of the shape of `input_ids`, the token that follows each, -100 where there is no target.
         """
         shape = input_ids.shape
@@ -155,31 +163,43 @@ class DecoderForCausalLM(Model):
         x = self.embed_tokens(input_ids)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # the residual stream is fp32, also if a strategy casts weights to bf16
-        stream, rotary, shares = self.begin(x), self._rotary(len(x), cu_seqlens), []
+        layout = None
+        if shared is None or self.context is None:
+            starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=len(x))
+            positions = torch.arange(len(x), device=x.device) - starts
+        else:
+            positions = F.pad(shared.positions, (0, len(x) - len(shared.positions)))
+            layout = CpLayout(shared.real, shared.bounds, x.device, self.context)
+            x = scatter(x[layout.own], layout, len(x))  # 0 where padded, which then changes no number format's scale
+        stream, rotary, shares = self.begin(x), self._rotary(positions), []
         for layer in self.layers.in_turn():
-            *parts, of_router = layer(stream, rotary, cu_seqlens, max_seqlen)
+            *parts, of_router = layer(stream, rotary, cu_seqlens, max_seqlen, layout)
             stream = Stream(*parts)
             shares.append(of_router)
         x = self.norm(total(stream)[:tokens])
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        router = self._balance(sum(shares), len(x)) if self.config.num_local_experts else None
+        router = self._balance(sum(shares), len(x), layout) if self.config.num_local_experts else None
         if labels is None:
             logits = F.linear(x, head).to(torch.promote_types(x.dtype, torch.float32))
             return DecoderOutput(logits=logits.view(*shape, -1), router=router)
         loss_sum, correct = vocabulary_loss(x, head, labels.flatten())
         return DecoderOutput(loss_sum=loss_sum, correct=correct, router=router)
 
-    def _rotary(self, tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D / 2] of each token's position in its sequence."""
-        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
-        positions = torch.arange(tokens, device=cu_seqlens.device) - starts
-        angles = positions.float()[:, None] * rotary_frequencies(self.config, cu_seqlens.device)
+        angles = positions.float()[:, None] * rotary_frequencies(self.config, positions.device)
         return angles.cos(), angles.sin()
 
-    def _balance(self, shares: Tensor, tokens: int) -> Tensor:
+    def _balance(self, shares: Tensor, tokens: int, layout: CpLayout | None) -> Tensor:
         """experts x sum over experts of (assignments a token) x (mean probability), over all layers together.
 
         Equations 4-6 of Switch Transformers (arXiv:2101.03961), as transformers has them. shares [2, experts]: summed.
+        Where ranks share a pack, the assignments are of all of it and the probabilities of this rank's tokens: the
+        product is linear in those, so that the ranks' parts and their gradients add up to the pack's.
         """
-        chosen, probability = shares / (tokens * self.config.num_hidden_layers)
-        return self.config.num_local_experts * (chosen * probability).sum()
+        chosen, probability = shares
+        if layout is not None:
+            tokens, chosen = int(layout.real.sum()), chosen.detach().clone()  # counts have no gradient
+            dist.all_reduce(chosen, group=layout.context.group)
+        number = tokens * self.config.num_hidden_layers
+        return self.config.num_local_experts * (chosen / number * (probability / number)).sum()

@@ -15,8 +15,21 @@ from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import World
 from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
-from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.models.layers.context_attention import WAYS, ContextGroup, CpLayout, enable_context_parallel, ring_blocks
+from common.models.esm2.model import build_model
+from common.models.layers.attention import rotary_tables
+from common.models.layers.context_attention import (
+    WAYS,
+    ContextGroup,
+    CpLayout,
+    context_attention,
+    enable_context_parallel,
+    operator,
+    ring_blocks,
+)
+from common.models.layers.initialise import initialise
+from common.models.layers.residual import Model
+from extras.decoders.config import DecoderConfig
+from extras.decoders.model import DecoderForCausalLM
 
 LENGTHS = {  # of the sequences of a pack
     "mixed": [1, 3, 16, 29, 70, 5, 41],
@@ -62,9 +75,23 @@ def make_batch(lengths: list[int], which: str, seed: int) -> dict:
     }
 
 
-def model_of(token_dropout: bool) -> Esm2ForMaskedLM:
-    config = esm2_config(layers=2, hidden_size=64, heads=4, token_dropout=token_dropout)
-    model = build_model(config, seed=1)
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DECODERS = {  # {kind: what its configuration has beside the sizes}
+    "llama": {"rope_scaling": SCALING | {"original_max_position_embeddings": 16}, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "rope_theta": 1e6},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def model_of(kind: bool | str) -> Model:
+    """kind: of DECODERS, or an ESM-2 with or without token dropout."""
+    if isinstance(kind, str):
+        sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = DecoderConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **DECODERS[kind])
+        model: Model = DecoderForCausalLM(config)
+        initialise(model, 1, config.initializer_range)
+    else:
+        model = build_model(esm2_config(layers=2, hidden_size=64, heads=4, token_dropout=kind), seed=1)
     with torch.no_grad():  # biases are zero at first, and weights so small that attention is nearly uniform
         for parameter in model.parameters():
             parameter.add_(
@@ -73,19 +100,21 @@ def model_of(token_dropout: bool) -> Esm2ForMaskedLM:
     return model
 
 
-def gradients(model: Esm2ForMaskedLM, batches: list[dict], bf16: bool) -> tuple[torch.Tensor, dict]:
-    """Summed over micro-batches."""
+def gradients(model: Model, batches: list[dict], bf16: bool) -> tuple[torch.Tensor, dict]:
+    """Summed over micro-batches; a router's loss is in it."""
     model.zero_grad()
     total = torch.zeros(())
     for batch in batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = model(**to_device(batch, CPU)).loss_sum
+            output = model(**to_device(batch, CPU))
+        router = getattr(output, "router", None)
+        loss = output.loss_sum if router is None else output.loss_sum + 10 * router
         loss.backward()
         total += loss.detach()
     return total, {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-def logits_of(model: Esm2ForMaskedLM, batch: dict, bf16: bool) -> torch.Tensor:
+def logits_of(model: Model, batch: dict, bf16: bool) -> torch.Tensor:
     inputs = {k: v for k, v in to_device(batch, CPU).items() if k != "labels"}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         return model(**inputs).logits
@@ -96,7 +125,7 @@ def filled(batch: dict, tokens: int) -> dict:
     return FillingCollator(lambda *_: batch, tokens, 16, batch["max_seqlen"], 0, PAD)(None, None)
 
 
-def hold_bits(model: Esm2ForMaskedLM, batches: list[dict], bf16: bool) -> None:
+def hold_bits(model: Model, batches: list[dict], bf16: bool) -> None:
     """Empty sequences, up to the tokens that the model fills up to itself, change no bit."""
     loss, expected = gradients(model, batches, bf16)
     same, found = gradients(model, [filled(batch, tokens=0) for batch in batches], bf16)
@@ -105,8 +134,26 @@ def hold_bits(model: Esm2ForMaskedLM, batches: list[dict], bf16: bool) -> None:
         assert torch.equal(gradient, expected[name]), name
 
 
+def hold_operator(context: ContextGroup, batch: dict) -> None:
+    """What compiled layers call computes, forward and backward, what others call: of a decoder's heads."""
+    shared, generator = to_device(batch, CPU)["shared"], torch.Generator().manual_seed(context.rank)
+    qkv, grad = (torch.randn(len(batch["input_ids"]), n, 8, generator=generator) for n in (8, 4))
+    tables = rotary_tables(shared.positions, 8)
+    layout, results = CpLayout(shared.real, shared.bounds, CPU, context), []
+    for attend in (
+        lambda x: context_attention(x, *tables, layout, kv_heads=2),
+        lambda x: operator(x, *tables, shared.real, shared.bounds, *layout.names, 2)[0],
+    ):
+        x = qkv.clone().requires_grad_()
+        out = attend(x)
+        out.backward(grad.flatten(1))
+        results.append((out.detach(), x.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 def compare(cp_size: int, cases: list[tuple], out: str) -> None:
-    """In every rank: each case (way, layout, multiple, dropout, bf16, lengths, labels) against the whole packs here.
+    """In every rank: each case (way, layout, multiple, kind, bf16, lengths, labels) against the whole packs here.
 
     Rank 0 writes what differs and by how much: [case, what, distance, scale, cosine].
     """
@@ -116,8 +163,8 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
     mesh, found = world.mesh, []
 
     @functools.cache  # ways and layouts are compared to the same
-    def reference(dropout: bool, bf16: bool, lengths: str, labels: str) -> tuple[torch.Tensor, dict, torch.Tensor]:
-        whole, packs = model_of(dropout), packs_of(lengths, labels)
+    def reference(kind: bool | str, bf16: bool, lengths: str, labels: str) -> tuple[torch.Tensor, dict, torch.Tensor]:
+        whole, packs = model_of(kind), packs_of(lengths, labels)
         return *gradients(whole, packs, bf16), logits_of(whole, packs[0], bf16)
 
     def packs_of(lengths: str, labels: str) -> list[dict]:
@@ -125,17 +172,19 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         return [make_batch(LENGTHS[lengths], labels, seed=n) for n in range((lengths != "long") + mesh.dp_size)]
 
     for number, case in enumerate(cases):
-        way, layout, multiple, dropout, bf16, lengths, labels = case
+        way, layout, multiple, kind, bf16, lengths, labels = case
         packs = packs_of(lengths, labels)
-        shared = model_of(dropout)
+        shared = model_of(kind)
         enable_context_parallel(shared, world.cp_group, way)
         mine = packs[mesh.dp_rank :: mesh.dp_size]
         slices = [
             SlicingCollator(lambda *_, batch=b: batch, mesh, layout, multiple, PAD, MASK)(None, None) for b in mine
         ]
-        if number % 4 == 1:
+        if isinstance(kind, str):
+            hold_operator(shared.context, slices[0])
+        elif number % 4 == 1:  # a decoder does not fill up packs itself
             hold_bits(shared, slices, bf16)
-        if number % 2:  # fillers and empty sequences, in no shared sequence
+        if number % 2 and shared.takes_fillers:  # fillers and empty sequences, in no shared sequence
             slices = [filled(b, tokens=len(b["input_ids"]) + 100) for b in slices]
         own_loss, own = gradients(shared, slices, bf16)
         together = torch.cat([own_loss.view(1), *(value.flatten() for value in own.values())])
@@ -153,7 +202,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         dist.all_reduce(counts)
         assert counts.tolist() == [sum(b[k] for b in packs) for k in ("num_tokens", "num_targets", "num_sequences")]
         if world.is_main:
-            loss, grads, logits = reference(dropout, bf16, lengths, labels)
+            loss, grads, logits = reference(kind, bf16, lengths, labels)
             found.append([case, "loss", *_distance(own_loss, loss)])
             found += [[case, name, *_distance(own[name], grads[name])] for name in grads]
             found.append([case, "logits", *_distance(back, logits)])
@@ -203,3 +252,14 @@ def all_cases(cp_size: int) -> list[tuple]:
     in_turn = ways if cp_size == 2 else ways[::-1]  # other pairs with other ranks
     of_labels = zip(itertools.cycle(in_turn), LABELS, strict=False)
     return cases + [(w, *layout, False, False, "mixed", labels) for (w, layout), labels in of_labels]
+
+
+def decoder_cases(cp_size: int) -> list[tuple]:
+    """As `all_cases`, of decoders: every kind with both ways, all labels, and a longer padding."""
+    dual, padded = ("dual_chunk", 2 * cp_size), ("dual_chunk", 16)
+    kinds = itertools.cycle(DECODERS)
+    cases = [(way, *dual, kind, False, "mixed", "all") for way, kind in itertools.product(WAYS, DECODERS)]
+    of_labels = zip(LABELS, itertools.cycle(WAYS), kinds, strict=False)
+    cases += [(way, *dual, kind, False, "mixed", labels) for labels, way, kind in of_labels]
+    cases += [(way, *padded, "llama", True, "mixed", "random") for way in WAYS]
+    return cases + [("p2p", *padded, "mixtral", False, "alone" if cp_size == 2 else "shortest", "all")]

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from common.distributed.context_parallel import CpPack, CpSplit
-from common.models.layers.context_attention import whole_sequences
-from tests.models.context_cases import all_cases, compare, hold_blocks
+from common.models.layers import cpu
+from common.models.layers.attention import attend_by_matmuls, gradients_by_matmuls
+from common.models.layers.context_attention import (
+    ContextGroup,
+    CpLayout,
+    attend_blocks,
+    gradients_of_block,
+    whole_sequences,
+)
+from tests.models.context_cases import CPU, LENGTHS, all_cases, compare, decoder_cases, hold_blocks
 from tests.training_fixtures import on_ranks
 
 ROUNDING = 1e-5  # of fp32, relative to the tensor: sums in another order, over some hundred terms
@@ -20,6 +32,16 @@ def test_context_attention_equals_single_process(tmp_path, cp_size, dp_size):
     cases = all_cases(cp_size)
     if dp_size > 1:
         cases = [case for case in cases if case[5] == "mixed"][::2]
+    hold_cases(tmp_path, cp_size, dp_size, cases)
+
+
+@pytest.mark.parametrize(("cp_size", "dp_size"), [(2, 1), (2, 2), (4, 1)])
+def test_context_attention_of_decoders_equals_single_process(tmp_path, cp_size, dp_size):
+    cases = decoder_cases(cp_size)
+    hold_cases(tmp_path, cp_size, dp_size, cases[::4] if dp_size > 1 else cases)
+
+
+def hold_cases(tmp_path: Path, cp_size: int, dp_size: int, cases: list[tuple]) -> None:
     codes, said = on_ranks(cp_size * dp_size, compare, cp_size, cases, str(tmp_path / "found"))
     assert codes == [0] * cp_size * dp_size, "\n".join(said)
     wrong = []
@@ -29,6 +51,70 @@ def test_context_attention_equals_single_process(tmp_path, cp_size, dp_size):
         if not distance <= bound * scale or cosine < (0.999 if bf16 else 0.999999):
             wrong.append((case, what, distance, scale, cosine))
     assert not wrong, "\n".join(map(str, wrong[:20]))
+
+
+class Group(NamedTuple):
+    """What a layout asks of a process group."""
+
+    number: int
+    ranks: int
+    group_name: str = "alone"
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@pytest.mark.parametrize("multiple", [1, 8], ids=["padded to 2 x cp", "to 16 x cp"])
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_causal_blocks_equal_torchs_attention_in_float64(cp_size, multiple):
+    """All ranks' turns, one rank after the other: output and the gradients of queries, keys and values; documents of
+    odd lengths across the borders of chunks, and grouped heads."""
+    lengths, heads, kv_heads, dim = LENGTHS["mixed"], 4, 2, 8
+    starts = np.cumsum([0, *lengths])
+    random = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(starts[-1], n, dim, generator=random, dtype=torch.float64).requires_grad_()
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
+    parts = [[x[a:b].transpose(0, 1) for x in (q, k, v)] for a, b in zip(starts, starts[1:], strict=False)]
+    whole = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+    expected = torch.cat(whole, 1).transpose(0, 1)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), grad)
+
+    split = CpSplit(np.array(lengths), cp_size, "dual_chunk", 2 * cp_size * multiple)
+    real, bounds = torch.from_numpy(split.real()), torch.from_numpy(split.bounds())
+    layouts = [CpLayout(real, bounds, CPU, ContextGroup(Group(rank, cp_size))) for rank in range(cp_size)]
+    places = [(split.positions(r) + starts[split.sequences(r)])[layouts[r].own] for r in range(cp_size)]
+    q, k, v, grad = (x.detach() for x in (q, k, v, grad))
+    kv = torch.stack((k, v), 1)
+    blocks = [layout.block(kv[place]) for layout, place in zip(layouts, places, strict=True)]
+    out, dq, dkv = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(kv)
+    for rank, (layout, place) in enumerate(zip(layouts, places, strict=True)):
+        turns = [((rank - turn) % cp_size, blocks[(rank - turn) % cp_size]) for turn in range(cp_size)]
+        out[place], lse = attend_blocks(q[place], iter(turns), layout, causal=True)
+        for other, block in turns:
+            saved = grad[place], q[place], out[place], lse
+            of_queries, of_block = gradients_of_block(saved, other, block, layout, causal=True)
+            dq[place] += of_queries
+            dkv[places[other]] += of_block[: len(places[other])]
+    torch.testing.assert_close(out, expected.detach(), rtol=0, atol=1e-12)
+    for found, exact in zip((dq, *dkv.unbind(1)), expected_grads, strict=True):
+        torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_by_matmuls_equals_the_cpus_kernel(causal):
+    random = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(9, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2, 4))
+    forward = cpu.flash(q, k, v, causal)
+    for found, expected in zip(attend_by_matmuls(q, k, v, causal), forward, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    backward = (f(grad, q, k, v, *forward, causal) for f in (gradients_by_matmuls, cpu.flash_backward))
+    for found, expected in zip(*backward, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_ring_blocks_holds_two_blocks(tmp_path):

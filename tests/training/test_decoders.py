@@ -252,6 +252,30 @@ def test_decoder_resumes_on_other_number_of_ranks(text, plain, tmp_path):
     check(tmp_path, plain)
 
 
+def test_decoder_with_shared_packs_equals_transformers_and_resumes_on_other_size(text, plain, tmp_path):
+    """DDP and a ring of two ranks, then FSDP2 with two groups of two that gather."""
+    train_decoder(text, tmp_path, 2, script="train_ddp_cp.py", stop_at_step=3)
+    train_decoder(text, tmp_path, 4, cp_size=2, cp_comm_type="all_gather")
+    check(tmp_path, plain)
+
+
+@pytest.mark.parametrize("family", [MIXTRAL, {"model_type": "mistral"}], ids=["mixtral", "mistral"])
+def test_decoder_with_shared_documents_equals_one_process(text, tmp_path, family):
+    """Documents of any length, each cut into chunks by itself: losses with the router's, evaluation, weights."""
+    flags = family | {"document_masks": 1, "max_steps": 3, "validation_freq": 3}
+    runs = {1: tmp_path / "alone", 2: tmp_path / "shared"}
+    for cp_size, out in runs.items():
+        train_decoder(text, out, cp_size, cp_size=cp_size, **flags)
+    alone, shared = (rows(out) for out in runs.values())
+    assert len(shared) == len(alone) == 3
+    for one, other in zip(shared, alone, strict=True):
+        assert (one["tokens"], one["epoch"]) == (other["tokens"], other["epoch"])
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert shared[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], rel=1e-5)
+    assert relative_difference(*(final_weights(out) for out in runs.values())) < 1e-5
+
+
 def test_decoder_refuses_checkpoint_of_other_model(text, two_ranks, tmp_path):
     """The guides' five sizes of Llama share one directory: there 13B would resume from 7B."""
     out, _ = two_ranks
@@ -347,7 +371,8 @@ def test_decoder_checkpoint_stores_tied_embeddings_once(text, tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        ("train_ddp_cp.py", {}, "--cp_size 2: context parallelism has no causal attention yet"),
+        ("train_ddp_cp.py", {"cp_layout": "contiguous"}, "--cp_layout contiguous: causal attention would leave"),
+        ("train_ddp_cp.py", {"cp_comm_type": "a2a"}, "--cp_comm_type a2a: decoders have no all-to-all"),
         ("train_fsdp2.py", {"model_type": "gpt_neox"}, "--model_type gpt_neox: its layers"),
         ("train_fsdp2.py", {"vocab_size": 200}, "its 259 tokens do not fit into the model's vocabulary of 200"),
         ("train_fsdp2.py", {"num_heads": 5}, "--model_type llama_v3 (as llama3_1_8b): hidden_size 48 is not"),

@@ -63,7 +63,6 @@ def choose_residual(asked: bool | None, can: bool, device: torch.device, previou
     return can and device.type == "cuda"
 
 
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 NO_KERNEL = "Transformer Engine has no attention kernel for packs here (neither flash-attn nor cuDNN's)"
 
 
@@ -73,7 +72,7 @@ class ModelFlags(BackendFlags):
 
     group = "model"
     required = ("config_name",)
-    advanced = ("gelu", "bf16_residual", "cp_comm_type")
+    advanced = ("gelu", "bf16_residual")
     unlisted = (*BackendFlags.unlisted, "model_type", "tokenizer_name", "fused_gelu")
 
     config_name: str | None = flag(
@@ -102,9 +101,6 @@ class ModelFlags(BackendFlags):
         "With --bf16: a bf16 residual stream too, as Transformer Engine always has it: less memory traffic, two more "
         "roundings per layer. Default: on a GPU.",
     )
-    cp_comm_type: str = flag(
-        "p2p", "How the ranks of --cp_size send keys: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
-    )
 
     overrides = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
     last_wins = ("config_name", "model_name_or_path")
@@ -127,7 +123,6 @@ class ModelFlags(BackendFlags):
             raise UserError("--config_name (random weights) excludes --model_name_or_path (given weights)")
         if self.config_overrides and not self.config_name:
             raise UserError("--config_overrides changes --config_name; it cannot change --model_name_or_path")
-        self.require_choice("cp_comm_type", CP_COMM_TYPES)
         self.require_choice("gelu", (None, *HIDDEN_ACT))
 
     def torch_only(self) -> list[str]:

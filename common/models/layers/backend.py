@@ -20,6 +20,7 @@ from common.flags import Flags, flag
 
 STOCK = {"hf": "sdpa", "hf_flash": "flash_attention_2"}  # {backend: attention of transformers' layers}
 BACKENDS = ("auto", "te", "torch", *STOCK)
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 KEPT = ("backend", "gelu", "bf16_residual")  # of `BuiltModel.implementation`, by a run that resumes
 FLASH_ATTENTION = ("auto", "fa2", "fa3", "fa4")
 BF16_SINCE = (8, 0)  # compute capability
@@ -43,6 +44,7 @@ class BackendFlags(Flags):
     """Of a model of any family: its weights, and what computes its layers."""
 
     group = "model"
+    advanced = ("cp_comm_type",)
     unlisted = ("flash_attention",)
 
     backend: str = flag(
@@ -56,6 +58,9 @@ class BackendFlags(Flags):
     flash_attention: str = flag(
         "auto", "Kernels of torch's attention in bf16 on a GPU: fa2, fa3, fa4; auto: the fastest that works here."
     )
+    cp_comm_type: str = flag(
+        "p2p", "How the ranks of --cp_size send keys: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
+    )
     model_name_or_path: str | None = flag(
         None, "Start from these weights: a directory (say final_model/) or a Hub name."
     )
@@ -63,6 +68,7 @@ class BackendFlags(Flags):
     def check(self) -> None:
         self.require_choice("backend", BACKENDS)
         self.require_choice("flash_attention", FLASH_ATTENTION)
+        self.require_choice("cp_comm_type", CP_COMM_TYPES)
 
     def torch_only(self) -> list[str]:
         """Those that are given and only the torch backend can honour."""

@@ -7,12 +7,16 @@ Two ways to get keys and values to the queries, with the same result:
 
 Neither keeps another rank's keys from the forward to the backward pass: they are communicated again.
 
+A decoder's attention is causal, with the layout `dual_chunk`: of another rank's block, the queries of both chunks
+attend to the first chunk, or those of the second chunk to both. Either is half of the block, without a mask inside it:
+all ranks have as much work in every turn of the ring. Only a rank's own block has a mask.
+
 In a compiled layer all of it is one operator, which takes tensors in place of a `CpLayout`: the layer is one graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +28,7 @@ from torch import Tensor
 
 from common.compat import resolve_process_group
 from common.distributed.context_parallel import CpPack
-from common.models.layers import attention
+from common.models.layers import attention, cpu
 from common.models.layers.attention import Bounds, rotate
 from common.models.layers.residual import Model
 
@@ -50,13 +54,25 @@ class ContextGroup:
 
 
 def enable_context_parallel(model: Model, group: dist.ProcessGroup, way: str) -> None:
-    """Have a model (`Esm2ForMaskedLM`) take packs that the ranks of a group share. way: of `ContextGroup`."""
-    encoder: Any = model.get_submodule("encoder")
-    encoder.context = ContextGroup(group, way)
+    """Have a model take packs that the ranks of a group share. way: of `ContextGroup`."""
+    holder: Any = getattr(model, "encoder", model)  # a decoder is its own
+    holder.context = ContextGroup(group, way)
     for layer in model.layers:
         if hasattr(layer, "set_context_parallel_group"):  # Transformer Engine's own
             ranks = dist.get_process_group_ranks(group)
             layer.set_context_parallel_group(group, ranks, torch.cuda.Stream(), way)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What of a block of keys this rank's queries attend to, and which of them: rows and columns are indices of
+    queries and keys, None for all. causal: of `attention.attend_block`."""
+
+    queries: Bounds
+    keys: Bounds
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    causal: bool = False
 
 
 class CpLayout:
@@ -74,16 +90,15 @@ class CpLayout:
         self._device = device
         self._ends = F.pad(real.cumsum(1), (1, 0))  # [cp, B + 1]
         self.parts = Bounds.make(self._ends, self._device)
-        begins = bounds[context.rank, :-1] - self._ends[context.rank, :-1]
-        self.own = self._indices(begins, real[context.rank])
+        self.own = self._indices(bounds[context.rank, :-1], real[context.rank])
         self.rows = max(1, int(self._ends[:, -1].max()))
 
     def matches(self, real: Tensor, bounds: Tensor, device: torch.device) -> bool:
         return self._device == device and torch.equal(self.real, real) and torch.equal(self.bounds, bounds)
 
-    def _indices(self, shifts: Tensor, counts: Tensor) -> Tensor:
-        """Runs of consecutive indices, end to end: run n has counts[n] of them, each shifts[n] beyond its place."""
-        shift = torch.repeat_interleave(shifts, counts)
+    def _indices(self, begins: Tensor, counts: Tensor) -> Tensor:
+        """Runs of consecutive indices, end to end: run n has counts[n] of them, the first of which is begins[n]."""
+        shift = torch.repeat_interleave(begins - (counts.cumsum(0) - counts), counts)
         return (torch.arange(len(shift)) + shift).to(self._device, non_blocking=True)
 
     @property
@@ -99,14 +114,36 @@ class CpLayout:
     def gathered_rows(self) -> Tensor:
         """The rows of all blocks end to end, sequence by sequence and in a sequence rank by rank; int64 [L]."""
         begins = self._ends[:, :-1] + self.rows * torch.arange(len(self._ends))[:, None]
-        counts = self._ends.diff().t().flatten()
-        return self._indices(begins.t().flatten() - (counts.cumsum(0) - counts), counts)
+        return self._indices(begins.t().flatten(), self.real.t().flatten())
+
+    def seen(self, rank: int, causal: bool) -> Seen:
+        """What this rank's queries attend to of a rank's block."""
+        return self._seen_causally[rank] if causal else Seen(self.queries, self.parts[rank])
+
+    @cached_property
+    def _seen_causally(self) -> list[Seen]:
+        """Of every rank's block, by what the layout `dual_chunk` says of its two chunks of each sequence."""
+        own, size = self.context.rank, self.context.size
+        chunks = self.bounds.diff() // 2  # padding included, the same on all ranks
+        first = (self.real.sum(0) - torch.arange(size)[:, None] * chunks).clamp(min=0).minimum(chunks)  # [cp, B]
+        second = self.real[own] - first[own]
+        ends = F.pad(torch.cat((first, second[None])).cumsum(1), (1, 0))
+        *first_chunks, second_chunks = Bounds.make(ends, self._device)
+        rows = self._indices(self._ends[own, :-1] + first[own], second)
+        seen = []
+        for rank in range(size):
+            if rank < own:
+                columns = self._indices(self._ends[rank, :-1], first[rank])
+                seen.append(Seen(self.queries, first_chunks[rank], columns=columns))
+            elif rank > own:
+                seen.append(Seen(second_chunks, self.parts[rank], rows=rows))
+            else:
+                seen.append(Seen(self.queries, self.queries, causal=True))
+        return seen
 
     def block(self, kv: Tensor) -> Tensor:
         """[R, ...] padded to `rows`."""
-        if len(kv) == self.rows:
-            return kv
-        return torch.cat((kv, kv.new_zeros(self.rows - len(kv), *kv.shape[1:])))
+        return _placed(kv, None, self.rows)
 
     def part(self, block: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a rank's block [rows, 2, H, D], without the padding."""
@@ -132,102 +169,144 @@ def whole_sequences(shared: CpPack, tokens: int) -> Tensor:
     return F.pad(torch.stack((real, padded)).cumsum(1), (1, 0))
 
 
-def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout) -> Tensor:
-    """Rotary self-attention of this rank's tokens to all tokens of their sequences.
+def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout, kv_heads: int = 0) -> Tensor:
+    """Rotary self-attention of this rank's tokens to the tokens of their sequences: to all, or if causal up to itself.
 
-    qkv [T, H, 3, D] (query, key, value of each head, not yet rotated), cos and sin [T, D/2] by position in the whole
-    sequence. Returns [T, H * D]; 0 where a token is padding, which gets no attention and no gradient.
+    kv_heads 0: an encoder's qkv [T, H, 3, D] (query, key, value of each head, not yet rotated). Else a decoder's,
+    causal: qkv [T, H + 2 K, D] with K = kv_heads, the layout `dual_chunk`. cos and sin [T, D/2] by position in the
+    whole sequence. Returns [T, H * D]; 0 where a token is padding, which gets no attention and no gradient.
     """
     if torch.compiler.is_compiling():
-        return _operator(qkv, cos, sin, layout.real, layout.bounds, *layout.names)[0]
+        return operator(qkv, cos, sin, layout.real, layout.bounds, *layout.names, kv_heads)[0]
     with torch.autocast(qkv.device.type, enabled=False):
-        out = _ContextAttention.apply(*_rotated(qkv, cos, sin, layout), layout)
-    return _scatter(out, layout, len(qkv)).flatten(1)
+        out = _ContextAttention.apply(*_rotated(qkv, cos, sin, layout, kv_heads), layout, kv_heads > 0)
+    return scatter(out, layout, len(qkv)).flatten(1)
 
 
-def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
-    """Of this rank's real tokens: q [R, H, D], kv [R, 2, H, D]."""
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Of this rank's real tokens: q [R, H, D], kv [R, 2, K, D]; an encoder has as many heads of both."""
     own = layout.own
-    q, k, v = qkv[own].unbind(2)
+    q, k, v = cpu.split_heads(qkv[own], kv_heads)
     q, k = (rotate(x, cos[own], sin[own]) for x in (q, k))
     return q, torch.stack((k, v), 1)
 
 
-def _scatter(x: Tensor, layout: CpLayout, tokens: int) -> Tensor:
+def scatter(x: Tensor, layout: CpLayout, tokens: int) -> Tensor:
     """[R, ...] of the real tokens -> [T, ...], 0 where a token is padding."""
-    return x.new_zeros(tokens, *x.shape[1:]).index_copy(0, layout.own, x)
+    return _placed(x, layout.own, tokens)
+
+
+def _placed(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
+    """[R, ...] -> [rows, ...]: x at the rows of an index, None for the first ones, and 0 elsewhere."""
+    if index is not None:
+        return x.new_zeros(rows, *x.shape[1:]).index_copy(0, index, x)
+    return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+
+
+def _taken(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x[index]
 
 
 class _ContextAttention(torch.autograd.Function):
-    """q [R, H, D], kv [R, 2, H, D] (rotated) -> [R, H, D]."""
+    """q [R, H, D], kv [R, 2, K, D] (rotated) -> [R, H, D]."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, kv: Tensor, layout: CpLayout) -> Tensor:
-        out, lse = WAYS[layout.context.way].forward(q, kv, layout)
-        ctx.layout = layout
+    def forward(ctx, q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> Tensor:
+        out, lse = WAYS[layout.context.way].forward(q, kv, layout, causal)
+        ctx.layout, ctx.causal = layout, causal
         ctx.save_for_backward(q, kv, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient an output
-        return *WAYS[ctx.layout.context.way].backward(grad, *ctx.saved_tensors, ctx.layout), None
+        layout, causal = ctx.layout, ctx.causal
+        return *WAYS[layout.context.way].backward(grad, *ctx.saved_tensors, layout, causal), None, None
 
 
-def _ring_forward(q: Tensor, kv: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
-    """out [R, H, D] in q's dtype, lse [R, H]."""
-    parts = (
-        attention.attend_block(q, *layout.part(block, rank), layout.queries, layout.parts[rank])
-        for rank, block in ring_blocks(layout.block(kv), layout)
-    )
-    out, lse = next(parts)
-    for part in parts:
-        out, lse = attention.merge_blocks(out, lse, *part)
+def attend_blocks(
+    q: Tensor, blocks: Iterable[tuple[int, Tensor]], layout: CpLayout, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """out [R, H, D] in q's dtype, lse [R, H]. blocks: (rank, its block), this rank's own first."""
+
+    def attend(rank: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        seen = layout.seen(rank, causal)
+        keys, values = (_taken(x, seen.columns) for x in layout.part(block, rank))
+        queries = _taken(q, seen.rows)
+        return *attention.attend_block(queries, keys, values, seen.queries, seen.keys, seen.causal), seen.rows
+
+    parts = (attend(rank, block) for rank, block in blocks)
+    out, lse, _ = next(parts)
+    for other, other_lse, rows in parts:
+        merged = attention.merge_blocks(_taken(out, rows), _taken(lse, rows), other, other_lse)
+        out, lse = (
+            merged if rows is None else (x.index_copy(0, rows, y) for x, y in zip((out, lse), merged, strict=True))
+        )
     return out.to(q.dtype), lse
 
 
+def gradients_of_block(
+    saved: tuple[Tensor, Tensor, Tensor, Tensor], rank: int, block: Tensor, layout: CpLayout, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """fp32: a block's part of the gradient of q [R, H, D], and that of the block. saved: grad, q, out and lse."""
+    seen = layout.seen(rank, causal)
+    grad, q, out, lse = (_taken(x, seen.rows) for x in saved)
+    keys, values = (_taken(x, seen.columns) for x in layout.part(block, rank))
+    bounds = seen.queries, seen.keys, seen.causal
+    dq, dk, dv = attention.block_gradients(grad, q, keys, values, out, lse, *bounds)
+    return _placed(dq, seen.rows, len(saved[1])), _placed(torch.stack((dk, dv), 1), seen.columns, layout.rows)
+
+
+def _ring_forward(q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> tuple[Tensor, Tensor]:
+    return attend_blocks(q, ring_blocks(layout.block(kv), layout), layout, causal)
+
+
 def _ring_backward(
-    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, layout: CpLayout
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, layout: CpLayout, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q and kv. A block's gradients travel with it, from rank to rank that computes on it."""
-
-    def gradients(rank: int, block: Tensor) -> tuple[Tensor, Tensor]:
-        bounds = layout.queries, layout.parts[rank]
-        dq, dk, dv = attention.block_gradients(grad, q, *layout.part(block, rank), out, lse, *bounds)
-        return dq, layout.block(torch.stack((dk, dv), 1))
-
+    saved = grad, q, out, lse
     blocks = ring_blocks(layout.block(kv), layout)
-    grads_q, grads_kv = gradients(*next(blocks))
+    grads_q, grads_kv = gradients_of_block(saved, *next(blocks), layout, causal)
     received = _SendReceive(grads_kv, layout.context)
     for rank, block in blocks:
-        dq, grads_kv = gradients(rank, block)
+        dq, grads_kv = gradients_of_block(saved, rank, block, layout, causal)
         grads_q = grads_q + dq
         grads_kv += received.wait()
         received = _SendReceive(grads_kv, layout.context)
     return grads_q.to(q.dtype), received.wait()[: len(kv)].to(kv.dtype)
 
 
-def _gathered_forward(q: Tensor, kv: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
-    """As `_ring_forward`, from all keys and values at once."""
-    out, lse = attention.attend_block(q, *_all_keys(kv, layout), layout.queries, layout.all_parts)
+def _gathered_forward(q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> tuple[Tensor, Tensor]:
+    """As `_ring_forward`, from all keys and values at once; if causal block by block, as there."""
+    gathered = _gather(kv, layout)
+    if causal:
+        return attend_blocks(q, _own_first(gathered, layout), layout, causal)
+    out, lse = attention.attend_block(q, *_all_keys(gathered, layout), layout.queries, layout.all_parts)
     return out.to(q.dtype), lse
 
 
 def _gathered_backward(
-    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, layout: CpLayout
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, layout: CpLayout, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    bounds = layout.queries, layout.all_parts
-    dq, dk, dv = attention.block_gradients(grad, q, *_all_keys(kv, layout), out, lse, *bounds)
-    grads = torch.stack((dk, dv), 1)
-    by_rank = grads.new_zeros(layout.context.size * layout.rows, *kv.shape[1:])
-    by_rank.index_copy_(0, layout.gathered_rows, grads)
-    own = torch.empty_like(by_rank[: layout.rows])
-    reduce_scatter(own, by_rank, group=layout.context.group)
-    return dq.to(q.dtype), own[: len(kv)].to(kv.dtype)
+    gathered = _gather(kv, layout)
+    by_rank = torch.zeros_like(gathered, dtype=torch.promote_types(kv.dtype, torch.float32))
+    if causal:
+        grads_q = torch.zeros_like(q, dtype=by_rank.dtype)
+        for rank, block in _own_first(gathered, layout):
+            dq, by_rank[rank] = gradients_of_block((grad, q, out, lse), rank, block, layout, causal)
+            grads_q += dq
+    else:
+        bounds = layout.queries, layout.all_parts
+        grads_q, dk, dv = attention.block_gradients(grad, q, *_all_keys(gathered, layout), out, lse, *bounds)
+        by_rank.flatten(0, 1).index_copy_(0, layout.gathered_rows, torch.stack((dk, dv), 1))
+    own = torch.empty_like(by_rank[0])
+    reduce_scatter(own, by_rank.flatten(0, 1), group=layout.context.group)
+    return grads_q.to(q.dtype), own[: len(kv)].to(kv.dtype)
 
 
 @dataclass(frozen=True)
 class _Way:
-    forward: Callable[[Tensor, Tensor, CpLayout], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, CpLayout, bool], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -237,19 +316,19 @@ WAYS = {"p2p": _Way(_ring_forward, _ring_backward), "all_gather": _Way(_gathered
 
 
 @torch.library.custom_op("esm2::context_attention", mutates_args=())
-def _operator(
-    qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, way: str
+def operator(
+    qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, way: str, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
     """As `context_attention`; also, for the backward pass, the lse [T, H] of the real tokens."""
     layout = layout_of(real, bounds, qkv.device, group, way)
     with torch.autocast(qkv.device.type, enabled=False):
-        out, lse = WAYS[way].forward(*_rotated(qkv, cos, sin, layout), layout)
-    return _scatter(out, layout, len(qkv)).flatten(1), _scatter(lse, layout, len(qkv))
+        out, lse = WAYS[way].forward(*_rotated(qkv, cos, sin, layout, kv_heads), layout, kv_heads > 0)
+    return scatter(out, layout, len(qkv)).flatten(1), scatter(lse, layout, len(qkv))
 
 
-@_operator.register_fake
-def _(qkv, cos, sin, real, bounds, group, way) -> tuple[Tensor, Tensor]:
-    tokens, heads, _, dim = qkv.shape
+@operator.register_fake
+def _(qkv, cos, sin, real, bounds, group, way, kv_heads) -> tuple[Tensor, Tensor]:
+    tokens, heads, dim = qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[-1]
     lse = qkv.new_empty(tokens, heads, dtype=torch.promote_types(qkv.dtype, torch.float32))
     return qkv.new_empty(tokens, heads * dim), lse
 
@@ -266,44 +345,58 @@ def _backward_operator(
     lse: Tensor,
     group: str,
     way: str,
+    kv_heads: int,
 ) -> Tensor:
     layout = layout_of(real, bounds, qkv.device, group, way)
     own = layout.own
     with torch.autocast(qkv.device.type, enabled=False):
-        grad, out = (x.view(len(qkv), qkv.shape[1], -1)[own] for x in (grad, out))
-        dq, dkv = WAYS[way].backward(grad, *_rotated(qkv, cos, sin, layout), out, lse[own], layout)
+        grad, out = (x.view(len(qkv), lse.shape[1], -1)[own] for x in (grad, out))
+        inputs = grad, *_rotated(qkv, cos, sin, layout, kv_heads), out, lse[own]
+        dq, dkv = WAYS[way].backward(*inputs, layout, kv_heads > 0)
         dk, dv = dkv.unbind(1)
         dq, dk = (rotate(x, cos[own], -sin[own]) for x in (dq, dk))
-        return _scatter(torch.stack((dq, dk, dv), 2), layout, len(qkv))
+        together = torch.cat((dq, dk, dv), 1) if kv_heads else torch.stack((dq, dk, dv), 2)
+        return scatter(together, layout, len(qkv))
 
 
 @_backward_operator.register_fake
-def _(grad, qkv, cos, sin, real, bounds, out, lse, group, way) -> Tensor:
+def _(grad, qkv, cos, sin, real, bounds, out, lse, group, way, kv_heads) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.group, ctx.way = inputs
+    *tensors, ctx.group, ctx.way, ctx.kv_heads = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx, grad: Tensor, *_):
-    grads = _backward_operator(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.way)
-    return grads, None, None, None, None, None, None
+    grads = _backward_operator(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.way, ctx.kv_heads)
+    return grads, None, None, None, None, None, None, None
 
 
-_operator.register_autograd(_differentiate, setup_context=_save)
+operator.register_autograd(_differentiate, setup_context=_save)
 
 # ---- communication -------------------------------------------------------------------------------------------------
 
 
-def _all_keys(kv: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
-    """All-gather keys and values, sequence by sequence; [L, H, D] each."""
+def _gather(kv: Tensor, layout: CpLayout) -> Tensor:
+    """The blocks of all ranks [cp, rows, 2, K, D]."""
     block = layout.block(kv)
     gathered = block.new_empty(layout.context.size * layout.rows, *kv.shape[1:])
     all_gather(gathered, block, group=layout.context.group)
-    keys, values = gathered[layout.gathered_rows].unbind(1)
+    return gathered.unflatten(0, (layout.context.size, layout.rows))
+
+
+def _all_keys(gathered: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of gathered blocks, sequence by sequence; [L, K, D] each."""
+    keys, values = gathered.flatten(0, 1)[layout.gathered_rows].unbind(1)
     return keys, values
+
+
+def _own_first(gathered: Tensor, layout: CpLayout) -> Iterator[tuple[int, Tensor]]:
+    """The same blocks in the order of `ring_blocks`."""
+    ranks = ((layout.context.rank - turn) % layout.context.size for turn in range(layout.context.size))
+    return ((rank, gathered[rank]) for rank in ranks)
 
 
 def ring_blocks(block: Tensor, layout: CpLayout) -> Iterator[tuple[int, Tensor]]:

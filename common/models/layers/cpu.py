@@ -297,7 +297,7 @@ def _attention(
     for span in _spans(cu_seqlens):
         _rotate(qkv[span], rotated[span], kv_heads, *(f[span] for f in factors))
         with torch.autocast("cpu", enabled=False):  # which would turn the fp32 matmuls of the scores into bf16 ones
-            out[span], lse[span] = flash(*_split(rotated[span].float(), kv_heads), causal=kv_heads > 0)
+            out[span], lse[span] = flash(*split_heads(rotated[span].float(), kv_heads), causal=kv_heads > 0)
     return out.flatten(1), rotated, lse
 
 
@@ -323,7 +323,7 @@ def _attention_backward(
     factors = _rotation_factors(cos, -sin, kv_heads)
     for span in _spans(cu_seqlens):
         grad_out, attended = (x.view(by_head)[span].float() for x in (grad, out))
-        q, k, v = _split(rotated[span].float(), kv_heads)
+        q, k, v = split_heads(rotated[span].float(), kv_heads)
         with torch.autocast("cpu", enabled=False):
             parts = flash_backward(grad_out, q, k, v, attended, lse[span], causal=kv_heads > 0)
         together = torch.cat(parts, dim=1) if kv_heads else torch.stack(parts, dim=2)
@@ -371,7 +371,7 @@ def _spans(cu_seqlens: Tensor) -> list[slice]:
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
 
 
-def _split(qkv: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
+def split_heads(qkv: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
     """Queries [T, H, D], keys and values [T, K, D]; views."""
     if not kv_heads:
         return qkv.unbind(2)
