@@ -1,9 +1,10 @@
 """Export a checkpoint's model to a directory for transformers' from_pretrained: the final_model/ of any step.
 
-python -m extras.export CHECKPOINT OUT
+python -m extras.export CHECKPOINT OUT [--format hf|nv_esm]
 
 CHECKPOINT: a run's checkpoint-N, of any script and number of ranks; or its --output_dir, for the newest intact one.
-OUT: a new or empty directory. Runs in one process without a GPU, and holds at most one 5 GB file in memory.
+OUT: a new or empty directory. nv_esm: the format of NVIDIA's recipe, as `python -m extras.nv_esm` writes it; the model
+is in the temporary directory meanwhile. Runs in one process without a GPU, and holds at most one 5 GB file in memory.
 """
 
 from __future__ import annotations
@@ -137,19 +138,30 @@ def check_free(directory: Path) -> None:
 
 
 def main() -> None:
-    source, directory = map(Path, positional(__doc__, "python -m extras.export CHECKPOINT OUT", 2))
-    directory = directory.resolve()
+    usage = "python -m extras.export CHECKPOINT OUT [--format hf|nv_esm]"
+    source, target, *flags = positional(__doc__, usage, 2, 4)
+    if flags not in ([], ["--format", "hf"], ["--format", "nv_esm"]):
+        raise UserError(f"usage: {usage}")
+    directory = Path(target).resolve()
     check_free(directory)
-    checkpoint = choose(source)
+    checkpoint = choose(Path(source))
     made = [path for path in directory.parents if not path.exists()]
     try:
-        export(checkpoint, directory)
+        if "nv_esm" in flags:
+            from extras import nv_esm
+
+            with TemporaryDirectory(prefix="exported-") as temporary:
+                export(checkpoint, Path(temporary) / "model")
+                nv_esm.save(f"{temporary}/model", directory)
+        else:
+            export(checkpoint, directory)
     except (OSError, SafetensorError) as error:
         for path in made:
             with suppress(OSError):
                 path.rmdir()
         raise UserError(f"{directory}: {checkpoint.name} not exported: {one_line(error)[:160]}") from error
-    logger.info("%s as a model for transformers' from_pretrained: %s", checkpoint, directory)
+    what = "of the recipe" if "nv_esm" in flags else "for transformers' from_pretrained"
+    logger.info("%s as a model %s: %s", checkpoint, what, directory)
 
 
 if __name__ == "__main__":

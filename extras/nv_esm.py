@@ -2,8 +2,9 @@
 
 python -m extras.nv_esm MODEL OUT
 
-MODEL: a directory for transformers' from_pretrained (final_model/, a checkpoint of --save_hf) or a Hub name. OUT: a
-new or empty directory for its NVEsmForMaskedLM. Reading needs no command: --model_name_or_path takes such a directory.
+MODEL: a directory for transformers' from_pretrained (final_model/, a checkpoint of --save_hf), a Hub name, or a step_N
+of the recipe. OUT: a new or empty directory for its NVEsmForMaskedLM. Reading needs no command:
+--model_name_or_path takes such a directory.
 
 Its layers have Transformer Engine's names, as here, and its vocabulary is padded to the same 64 rows. It has no
 contact head. Its code is not copied: the class opens OUT, not trust_remote_code.

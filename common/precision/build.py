@@ -121,6 +121,10 @@ class Precision:
         return self.stats.end_step() if self.stats else []  # also of a skipped step: they may show why
 
 
+# A scale's rows of a weight, where not all of it: Transformer Engine's FSDP2 hooks gather a shard's scales with it.
+SHARD_ROWS = {"block": 128, "mxfp8": 32}
+
+
 def choose_plan(
     flags: PrecisionFlags, config: Any, device: torch.device, backend: str, why: str, sharded: bool
 ) -> Plan | None:
@@ -134,7 +138,11 @@ def choose_plan(
     sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
     check_dimensions(plan, sizes, config.set_by)
     if flags.fp8_params and sharded:
-        raise UserError("--fp8_params: sharded weights cannot be FP8: use train_ddp.py, or drop the flag")
+        blocks = f" of whole blocks of {SHARD_ROWS[flags.fp8_recipe]} rows" if flags.fp8_recipe in SHARD_ROWS else ""
+        raise UserError(
+            "--fp8_params: sharded weights cannot be FP8: Transformer Engine 2.20 updates fp32 masters of FP8 shards "
+            f"in its FusedAdam only, and gathers equal shards{blocks} only: use train_ddp.py, or drop the flag"
+        )
     if flags.fp8_params and flags.quant_stats:
         raise UserError(
             "--quant_stats: with --fp8_params there are no weights to compare FP8 with: drop one of the two"

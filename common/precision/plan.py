@@ -159,9 +159,10 @@ class PrecisionFlags(Flags):
             for detail in ("layers", "recipe_kwargs"):
                 if getattr(self, f"{name}_{detail}") is not None and not getattr(self, name):
                     yield Missing(f"--{name}", f"--{name}_{detail} goes with --{name}")
-        for name in ("fp8_params", "fp8_scaled_mm"):
+        why = ": Transformer Engine 2.20's NVFP4 weights have no partial slice or strided view" if self.fp4 else ""
+        for name, reason in {"fp8_params": why, "fp8_scaled_mm": ""}.items():
             if getattr(self, name) and not self.fp8:
-                yield Missing("--fp8", f"--{name} goes with --fp8")
+                yield Missing("--fp8", f"--{name} goes with --fp8{reason}")
         if self.emulate_precision and not (self.fp8 or self.fp4):
             yield Missing("--fp8", "or --fp4: there is nothing to emulate")
 

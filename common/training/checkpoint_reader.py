@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +31,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from common.cli import UserError, one_line
-from common.files.json_files import file_size, open_regular, read_limited
+from common.files.json_files import file_size, open_regular, read_limited, shorten
 from common.training.checkpoint_files import Corrupt, read_manifest
 from common.training.checkpoint_metadata import (
     DTYPES,
     LARGEST,
     METADATA,
+    MOST_DIMENSIONS,
     OLD_METADATA,
     Refused,
     Stored,
     StoredChunk,
     decode,
+    is_size,
 )
 from common.training.inert_pickle import Call, Name, Persistent, loads
 
@@ -63,16 +68,21 @@ _LARGEST_PICKLE = 16 << 20  # bytes of one item's pickle: a value, or the descri
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint directory, with our Planner only. UserError for invalid metadata."""
+    """Reads a checkpoint directory, with our Planner only. UserError for invalid metadata.
 
-    def __init__(self, path: Path):
+    sizes: {file: bytes} of a checkpoint of another program, which has no manifest.
+    """
+
+    def __init__(self, path: Path, sizes: dict[str, int] | None = None):
         super().__init__(path)
-        try:
-            _, files = read_manifest(path)
-        except Corrupt as error:
-            raise UserError(f"{path}: {error}") from error
-        self.sizes = {name: size for name, (size, _) in files.items()}
-        self.metadata = self._decoded(path / (METADATA if METADATA in files else OLD_METADATA))
+        if sizes is None:
+            try:
+                _, files = read_manifest(path)
+            except Corrupt as error:
+                raise UserError(f"{path}: {error}") from error
+            sizes = {name: size for name, (size, _) in files.items()}
+        self.sizes = sizes
+        self.metadata = self._decoded(path / (METADATA if METADATA in sizes else OLD_METADATA))
 
     def _decoded(self, path: Path) -> Metadata:
         try:
@@ -189,6 +199,7 @@ class _Archive:
 
     def __init__(self, file: io.BufferedReader, begin: int, length: int):
         self.file = _FileSlice(file, begin, length)
+        self.storages: dict[str, Tensor] = {}  # read so far, as bytes: tied weights share one
         try:
             with zipfile.ZipFile(self.file) as archive:
                 self.entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -202,26 +213,38 @@ class _Archive:
     def tensor(self, stored: StoredChunk) -> Tensor:
         """A tensor. Refused unless it has the dtype and sizes of the metadata."""
         call = loads(self._small("data.pkl"), _TENSOR_NAMES)
-        if not (isinstance(call, Call) and call.of.name.startswith("_rebuild_tensor") and len(call.arguments) >= 6):
-            raise Refused("it is no tensor")
-        storage, offset, sizes, strides = call.arguments[:4]
-        dtype, key = _storage(storage, call.arguments)
-        if DTYPES.get(dtype) != stored.dtype or sizes != stored.sizes:
+        described = _described(call)
+        if (described.dtype, described.sizes) != (stored.dtype, stored.sizes):
             raise Refused("it is another tensor than the metadata say")
-        valid = isinstance(strides, tuple) and all(type(n) is int and 0 <= n < 1 << 53 for n in (*strides, offset))
-        if not valid or len(strides) != len(stored.sizes):
-            raise Refused("it has strides that are none")
-        begin, size = self._place(f"data/{key}")
-        if size % stored.dtype.itemsize:
+        return self._read(described)
+
+    def tensors(self, key: str, without: Callable[[str], bool]) -> dict[str, Tensor]:
+        """See `read_saved`."""
+        content = loads(self._small("data.pkl"), _TENSOR_NAMES)
+        of_key = content.get(key) if isinstance(content, dict) else None
+        of_key = of_key.items if isinstance(of_key, Call) else of_key
+        if not isinstance(of_key, dict):
+            raise Refused(f"it holds no {key}")
+        wanted = {name: value for name, value in of_key.items() if isinstance(name, str) and not without(name)}
+        return {name: self._read(_described(value)) for name, value in wanted.items()}
+
+    def _read(self, described: _Described) -> Tensor:
+        begin, size = self._place(f"data/{described.key}")
+        if size % described.dtype.itemsize:
             raise Refused("it has half a number")
-        reach = sum((n - 1) * stride for n, stride in zip(stored.sizes, strides, strict=True)) + offset + 1
-        if 0 not in stored.sizes and reach * stored.dtype.itemsize > size:
+        of_dimensions = zip(described.sizes, described.strides, strict=True)
+        reach = sum((n - 1) * stride for n, stride in of_dimensions) + described.offset + 1
+        if 0 not in described.sizes and max(reach, math.prod(described.sizes)) * described.dtype.itemsize > size:
             raise Refused("it is larger than its bytes")
-        data = torch.empty(size, dtype=torch.uint8)
-        self.file.seek(begin)
-        if size and self.file.readinto(data.numpy()) != size:
-            raise Refused("it is cut short")
-        return data.view(stored.dtype).as_strided(stored.sizes, strides, offset)
+        data = self.storages.get(described.key)
+        if data is None:
+            if (taken := sum(map(len, self.storages.values())) + size) > self.file.length:
+                raise Refused(f"its tensors have {taken:,} bytes, its file {self.file.length:,}")
+            data = self.storages[described.key] = torch.empty(size, dtype=torch.uint8)
+            self.file.seek(begin)
+            if size and self.file.readinto(data.numpy()) != size:
+                raise Refused("it is cut short")
+        return data.view(described.dtype).as_strided(described.sizes, described.strides, described.offset)
 
     def _small(self, name: str) -> bytes:
         begin, size = self._place(name)
@@ -246,6 +269,33 @@ class _Archive:
         return begin, entry.file_size
 
 
+@dataclass(frozen=True)
+class _Described:
+    """A tensor as its pickle describes it."""
+
+    dtype: torch.dtype
+    key: str  # of its storage
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _described(call: Any) -> _Described:
+    """What a call of _rebuild_tensor would make. Refused for anything else."""
+    if not (isinstance(call, Call) and call.of.name.startswith("_rebuild_tensor") and len(call.arguments) >= 6):
+        raise Refused("it is no tensor")
+    storage, offset, sizes, strides = call.arguments[:4]
+    dtype, key = _storage(storage, call.arguments)
+    if dtype not in DTYPES:
+        raise Refused(f"it has the dtype {shorten(dtype)}")
+    if not (isinstance(sizes, tuple) and len(sizes) <= MOST_DIMENSIONS and all(map(is_size, sizes))):
+        raise Refused("it has sizes that are none")
+    valid = isinstance(strides, tuple) and all(type(n) is int and 0 <= n < 1 << 53 for n in (*strides, offset))
+    if not valid or len(strides) != len(sizes):
+        raise Refused("it has strides that are none")
+    return _Described(DTYPES[dtype], key, offset, sizes, strides)
+
+
 def _storage(storage: Any, arguments: tuple) -> tuple[str, str]:
     """(dtype, key) of a tensor's storage; the dtype is empty if it is unknown."""
     reference = storage.reference if isinstance(storage, Persistent) else ()
@@ -257,11 +307,23 @@ def _storage(storage: Any, arguments: tuple) -> tuple[str, str]:
     return dtype, reference[2]
 
 
-class StoredTensors:
-    """Reads the tensors of a checkpoint one at a time, in one process, whatever ranks wrote them."""
+def read_saved(file: io.BufferedReader, key: str, without: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of `{key: {name: tensor}}` in a file of torch.save, but those `without` names.
 
-    def __init__(self, path: Path):
-        self._reader = Reader(path)
+    Refused if the file holds anything else under a name, or what no checkpoint holds. They take no more memory than
+    the file has bytes.
+    """
+    return _Archive(file, 0, file_size(file)).tensors(key, without)
+
+
+class StoredTensors:
+    """Reads the tensors of a checkpoint one at a time, in one process, whatever ranks wrote them.
+
+    sizes: see Reader.
+    """
+
+    def __init__(self, path: Path, sizes: dict[str, int] | None = None):
+        self._reader = Reader(path, sizes)
         stored = self._reader.metadata.state_dict_metadata
         self._tensors = {name: value for name, value in stored.items() if isinstance(value, TensorStorageMetadata)}
         self.shapes = {name: value.size for name, value in self._tensors.items()}

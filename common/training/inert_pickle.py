@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.training.checkpoint_metadata import Refused
@@ -24,11 +24,12 @@ class Name:
 
 @dataclass(eq=False)
 class Call:
-    """A call that was not made, and the state that the pickle sets on its result."""
+    """A call that was not made, and what the pickle sets on its result: state, and items of an OrderedDict."""
 
     of: Name
     arguments: tuple
     state: Any = None
+    items: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Persistent:
 
 
 _MARK = object()
+ORDERED = Name("collections", "OrderedDict")
 
 
 def loads(data: bytes, names: Container[tuple[str, str]] = ()) -> Any:
@@ -147,6 +149,8 @@ class _Machine:
 
     def update(self, values: list[Any]) -> None:
         target = self.top()
+        if isinstance(target, Call) and target.of == ORDERED:
+            target = target.items
         if type(target) is not dict:
             raise Refused("it sets items of something that is no dict")
         # Hashing a deeply nested tuple would overflow the interpreter's stack.

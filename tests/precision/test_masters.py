@@ -13,8 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.cli import UserError
 from common.distributed.strategy import replicate
+from common.models.esm2.config import esm2_config
+from common.precision.build import choose_plan
 from common.precision.masters import Masters
+from common.precision.plan import PrecisionFlags
 from common.training.load_model import load_model
 from common.training.loop import train
 from tests.data_fixtures import load_script
@@ -116,7 +120,7 @@ def test_master_weights_skipped_step_leaves_no_gradient(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        ("train_fsdp2.py", {}, "--fp8_params: sharded weights cannot be FP8: use train_ddp.py"),
+        ("train_fsdp2.py", {}, "--fp8_params: sharded weights cannot be FP8: Transformer Engine 2.20 updates"),
         ("train_ddp.py", {"quant_stats": True}, "--quant_stats: with --fp8_params there are no weights"),
         ("train_ddp.py", {}, "--fp8: FP8, delayed scaling needs a GPU"),
     ],
@@ -126,3 +130,18 @@ def test_master_weights_refuse_unsupported_flags(dataset, tmp_path, script, flag
     flags = {"fp8": True, "fp8_params": True, "bf16": True} | flags
     assert said in refused(dataset, out, script=script, **flags)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shards"),
+    [
+        ("delayed", "equal shards only"),
+        ("current", "equal shards only"),
+        ("block", "equal shards of whole blocks of 128 rows only"),
+        ("mxfp8", "equal shards of whole blocks of 32 rows only"),
+    ],
+)
+def test_fp8_params_say_what_sharding_lacks(recipe, shards):
+    flags = PrecisionFlags(bf16=True, fp8=True, fp8_params=True, fp8_recipe=recipe)
+    with pytest.raises(UserError, match=f"FusedAdam only, and gathers {shards}: use train_ddp.py"):
+        choose_plan(flags, esm2_config(2, 128, 4), torch.device("cpu"), "te", "", sharded=True)

@@ -79,6 +79,7 @@ def test_plan_assigns_formats_to_layers(flags, expected):
         ({"fp8": True, "fp4_layers": "1-3"}, "--fp4_layers goes with --fp4"),
         ({"fp4": True, "fp8_recipe_kwargs": "{}"}, "--fp8_recipe_kwargs goes with --fp8"),
         ({"fp8_params": True}, "--fp8_params goes with --fp8"),
+        ({"fp8_params": True, "fp4": True}, "--fp8_params goes with --fp8: Transformer Engine 2.20's NVFP4 weights"),
         ({"emulate_precision": True}, "missing: --fp8 (or --fp4: there is nothing to emulate)"),
         ({"emulate_precision": True, "fp8": True, "fp8_params": True}, "--fp8_params keeps weights in a GPU's memory"),
         ({"fp8": True, "fp8_recipe": "slow"}, "--fp8_recipe slow: choose delayed, current, block, mxfp8"),

@@ -104,7 +104,11 @@ def load_config(name: str, read: Callable[[Path], Config], given: str, built_in:
     if not directory.is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
         raise UserError(f"{given}: no such model: neither a directory nor one of {known}{hint}")
     if directory.is_dir() and not path.is_file():
-        raise UserError(f"{given}: this directory has no config.json: give one written by save_pretrained")
+        from extras import recipe_checkpoint
+
+        if not recipe_checkpoint.weight_files(directory):
+            raise UserError(f"{given}: this directory has no config.json: give one written by save_pretrained")
+        path = recipe_checkpoint.config_file(directory)
     try:
         if not directory.is_dir():
             from huggingface_hub import hf_hub_download
@@ -144,6 +148,10 @@ def model_files(name_or_path: str) -> list[Path]:
     """The files that define a model: weights, configuration, vocabulary. UserError without weights."""
     root = local_directory(name_or_path)
     others = [root / name for name in ("config.json", "vocab.txt", INDEX)]
+    if files := _recipe_files(root):
+        from extras import recipe_checkpoint
+
+        return [recipe_checkpoint.config_file(root), *files]
     return [*(path for path in others if path.is_file()), *_weight_files(root)]
 
 
@@ -156,9 +164,16 @@ def model_hash(name_or_path: str) -> str:
 
 
 def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
-    """(where they are, the tensors) of a local directory's safetensors, or of a Hub repository's."""
+    """(where they are, the tensors) of a local directory's safetensors, or of a Hub repository's.
+
+    Also those of a checkpoint of the recipe (extras.recipe_checkpoint).
+    """
     root = local_directory(directory)
     theirs: dict[str, Tensor] = {}
+    if _recipe_files(root):
+        from extras import recipe_checkpoint
+
+        return root, recipe_checkpoint.read(root)
     for path in _weight_files(root):
         try:
             open_regular(path, follow_links=True).close()
@@ -206,6 +221,15 @@ def check_tensors(
     for name in tensors:
         if name not in expected:
             raise UserError(f"{where}: not a checkpoint of {architecture}: unknown tensor {name}")
+
+
+def _recipe_files(root: Path) -> list[Path]:
+    """The files with the weights of a checkpoint of the recipe; [] for any other directory or with safetensors."""
+    if any(os.path.lexists(root / name) for name in ("model.safetensors", INDEX)):
+        return []
+    from extras.recipe_checkpoint import weight_files
+
+    return weight_files(root)
 
 
 def _weight_files(root: Path) -> list[Path]:
