@@ -32,12 +32,12 @@ SLOW = {
         "test_dry_run_peak_is_that_of_a_real_run[one]",
         "test_dry_run_bytes_per_parameter_are_the_documented_ones[no_shard-4-8-4]",
     ),
+    "extras/esmc/test_downstream.py": ("test_esmc_is_fine_tuned_to_a_stock_model[protein]",),
     "extras/esmc/test_model.py": (
         "test_esmc_every_size_equals_reference[biohub/ESMC-600M-hf]",
         "test_esmc_every_size_equals_reference[biohub/ESMC-6B-hf]",
         "test_esmc_layer_compiles_to_one_graph[selective-False]",
     ),
-    "extras/esmc/test_downstream.py": ("test_esmc_is_fine_tuned_to_a_stock_model[protein]",),
     "extras/esmc/test_runs.py": (
         "test_esmc_run_of_every_strategy_equals_one_process[train_ddp.py-flags0]",
         "test_esmc_layers_compute_in_emulated_formats[fp8]",
@@ -133,6 +133,7 @@ SLOW = {
         "test_run_with_muon_trains_like_bf16[2-flags1]",
         "test_cp_run_trains_like_one_process[a2a]",
         "test_esmc_trains_like_bf16_up_to_the_formats[current]",
+        "test_run_with_delayed_scaling_resumes_bit_exactly",
     ),
     "te_on_cpu/test_stats.py": ("test_stats_rows_equal_the_emulation[9.0]",),
     "training/test_agreement.py": ("test_optimizer_flags_take_effect_on_resume[2-train_fsdp2.py]",),
