@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of each sequence of a pack a rank of a context-parallel group has.
+"""Context parallelism: the ranks that share a pack, and which tokens of each of its sequences a rank has.
 
 Two layouts:
 - `dual_chunk` (Transformer Engine's): a sequence is padded to a multiple of 2 * cp and split into 2 * cp chunks;
@@ -15,9 +15,27 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 LAYOUTS = ("dual_chunk", "contiguous")
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share a pack. way: `p2p`, `all_gather`, or Transformer Engine's `a2a`."""
+
+    group: dist.ProcessGroup
+    way: str = "p2p"
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
 
 
 class CpPack(NamedTuple):
@@ -90,3 +108,20 @@ class CpSplit:
 
     def _cuts(self) -> np.ndarray:
         return self.lengths * np.arange(self.size + 1)[:, None] // self.size  # [size + 1, B]
+
+
+class SendReceive:
+    """Sends a tensor to the next rank of the ring and receives the previous rank's."""
+
+    def __init__(self, tensor: Tensor, context: ContextGroup):
+        self.sent, self.received = tensor, torch.empty_like(tensor)
+        group, rank, size = context.group, context.rank, context.size
+        to, source = (dist.get_global_rank(group, n % size) for n in (rank + 1, rank - 1))
+        operations = [dist.P2POp(dist.isend, tensor, to, group), dist.P2POp(dist.irecv, self.received, source, group)]
+        self.works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> Tensor:
+        """The previous rank's tensor."""
+        for work in self.works:
+            work.wait()
+        return self.received

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.context_parallel import CpPack
-from common.models.layers.context_attention import ContextGroup, CpLayout, scatter
+from common.distributed.context_parallel import ContextGroup, CpPack
+from common.models.layers.context_attention import CpLayout, scatter
 from common.models.layers.linear import Linear, gradients, linear
 from common.models.layers.residual import Block, Layers, Model, Stream, total
 from extras.decoders.config import DecoderConfig

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common.data.collators import IGNORE, FillingCollator, SlicingCollator, to_device
-from common.distributed.context_parallel import CpPack, CpSplit
+from common.distributed.context_parallel import ContextGroup, CpPack, CpSplit
 from common.distributed.world import World
 from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
@@ -19,7 +19,6 @@ from common.models.esm2.model import build_model
 from common.models.layers.attention import rotary_tables
 from common.models.layers.context_attention import (
     WAYS,
-    ContextGroup,
     CpLayout,
     context_attention,
     enable_context_parallel,

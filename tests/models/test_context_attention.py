@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.distributed.context_parallel import CpPack, CpSplit
+from common.distributed.context_parallel import ContextGroup, CpPack, CpSplit
 from common.models.layers import cpu
 from common.models.layers.attention import attend_by_matmuls, gradients_by_matmuls
 from common.models.layers.context_attention import (
-    ContextGroup,
     CpLayout,
     attend_blocks,
     gradients_of_block,

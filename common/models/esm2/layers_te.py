@@ -22,10 +22,10 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 
-from common.distributed.context_parallel import CpPack
+from common.distributed.context_parallel import ContextGroup, CpPack
 from common.models.esm2.config import Esm2Config
 from common.models.layers.attention import has_varlen_kernel, rotary_angles, rotated_attention
-from common.models.layers.context_attention import ContextGroup, whole_sequences
+from common.models.layers.context_attention import whole_sequences
 from common.models.layers.recompute import recompute_by_te
 from common.models.layers.residual import total
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.context_parallel import CpPack
+from common.distributed.context_parallel import ContextGroup, CpPack
 from common.models.esm2.config import Esm2Config, gelu_of
 from common.models.layers.attention import packed_attention, rotary_tables
-from common.models.layers.context_attention import ContextGroup, CpLayout, context_attention
+from common.models.layers.context_attention import CpLayout, context_attention
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
 from common.models.layers.residual import begin as begin  # layers_te has its own

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.context_parallel import CpPack
+from common.distributed.context_parallel import ContextGroup, CpPack
 from common.models.esm2.alphabet import MASK, PAD, VOCAB_SIZE
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.layers_torch import LayerNorm
-from common.models.layers.context_attention import ContextGroup
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Block, Layers, Model, total

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.compat import resolve_process_group
-from common.distributed.context_parallel import CpPack
+from common.distributed.context_parallel import ContextGroup, CpPack, SendReceive
 from common.models.layers import attention, cpu
 from common.models.layers.attention import Bounds, rotate
 from common.models.layers.residual import Model
@@ -35,22 +35,6 @@ from common.models.layers.residual import Model
 # By their newer names, where torch (2.13) has them: it warns of the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class ContextGroup:
-    """The ranks that share a pack. way: `p2p`, `all_gather`, or Transformer Engine's `a2a`."""
-
-    group: dist.ProcessGroup
-    way: str = "p2p"
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
-    def size(self) -> int:
-        return self.group.size()
 
 
 def enable_context_parallel(model: Model, group: dist.ProcessGroup, way: str) -> None:
@@ -267,12 +251,12 @@ def _ring_backward(
     saved = grad, q, out, lse
     blocks = ring_blocks(layout.block(kv), layout)
     grads_q, grads_kv = gradients_of_block(saved, *next(blocks), layout, causal)
-    received = _SendReceive(grads_kv, layout.context)
+    received = SendReceive(grads_kv, layout.context)
     for rank, block in blocks:
         dq, grads_kv = gradients_of_block(saved, rank, block, layout, causal)
         grads_q = grads_q + dq
         grads_kv += received.wait()
-        received = _SendReceive(grads_kv, layout.context)
+        received = SendReceive(grads_kv, layout.context)
     return grads_q.to(q.dtype), received.wait()[: len(kv)].to(kv.dtype)
 
 
@@ -403,24 +387,7 @@ def ring_blocks(block: Tensor, layout: CpLayout) -> Iterator[tuple[int, Tensor]]
     """(rank, its block) for every rank, this one's own first; the next block is received meanwhile."""
     context = layout.context
     for turn in range(context.size):
-        received = _SendReceive(block, context) if turn < context.size - 1 else None
+        received = SendReceive(block, context) if turn < context.size - 1 else None
         yield (context.rank - turn) % context.size, block
         if received is not None:
             block = received.wait()
-
-
-class _SendReceive:
-    """Sends a tensor to the next rank of the ring and receives the previous rank's."""
-
-    def __init__(self, tensor: Tensor, context: ContextGroup):
-        self.sent, self.received = tensor, torch.empty_like(tensor)
-        group, rank, size = context.group, context.rank, context.size
-        to, source = (dist.get_global_rank(group, n % size) for n in (rank + 1, rank - 1))
-        operations = [dist.P2POp(dist.isend, tensor, to, group), dist.P2POp(dist.irecv, self.received, source, group)]
-        self.works = dist.batch_isend_irecv(operations)
-
-    def wait(self) -> Tensor:
-        """The previous rank's tensor."""
-        for work in self.works:
-            work.wait()
-        return self.received
