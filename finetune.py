@@ -29,7 +29,7 @@ from common.cli import StoppedBySignal, UserError, one_line, run
 from common.files.json_files import content_hash, read_json, replace_directory, replace_flushed, write_json
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import local_directory, model_hash
-from common.models.registry import encoder_family
+from common.models.registry import NO_STOCK, encoder_family
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import SPLITS, TASKS, TaskSpec, read_examples
 from extras.downstream.probes import with_intervals
@@ -118,6 +118,8 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
 
     name = str(args.model_name_or_path)
     family = encoder_family(name)
+    if not family.stock:
+        raise UserError(f"--model_name_or_path {name}: {NO_STOCK}")
     for _ in family.read(name, family.load_config(name))[0]:
         pass  # it checks vocabulary and weights
     disable_progress_bar()

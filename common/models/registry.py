@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from common.cli import UserError
 from common.data import TokenSet
 from common.distributed.world import World
 from common.models.layers.hf_directory import Training, read_config
@@ -28,6 +29,7 @@ FAMILIES = {
     "mixtral": "extras.decoders.family",
     "esmc": "extras.esmc.family",
 }
+NO_STOCK = "transformers has no class for models of this family: it cannot be fine-tuned or scored"
 # Beginning of names on the Hub: their model_type. Other names are ESM-2's, unless --model_type says otherwise.
 HUB_NAMES = {"biohub/ESMC-": "esmc"}
 
@@ -106,12 +108,12 @@ class Family(ABC):
         """The tensors to export, one at a time. `get` is called for each of our parameters once, in a fixed order."""
 
     def of_stock(self, model: Any) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
-        """(our configuration, our parameters) of transformers' model (mlm)."""
-        raise NotImplementedError
+        """(our configuration, our parameters) of transformers' model (mlm). UserError if it has no class for them."""
+        raise UserError(NO_STOCK)
 
     def write_tokenizer(self, directory: Path) -> None:
-        """The files that transformers' AutoTokenizer opens (mlm)."""
-        raise NotImplementedError
+        """The files that transformers' AutoTokenizer opens (mlm). UserError as `of_stock`."""
+        raise UserError(NO_STOCK)
 
     @abstractmethod
     def save(
@@ -123,6 +125,11 @@ class Family(ABC):
 def family_of(model_type: str) -> Family:
     """The family of a config.json's model_type. KeyError if there is none."""
     return import_module(FAMILIES[model_type]).FAMILY
+
+
+def encoders() -> list[str]:
+    """The model_type of each family of masked language modelling."""
+    return [model_type for model_type in FAMILIES if family_of(model_type).task == "mlm"]
 
 
 def encoder_family(name: str, model_type: str | None = None) -> Family:

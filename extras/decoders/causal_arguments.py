@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from common.cli import UserError
 from common.flags import Missing, flag, with_flags
 from common.models.layers.backend import STOCK, BackendFlags
+from common.models.registry import encoders
 from common.training.arguments import RunArguments
 from common.training.optim import OptimizerFlags
 from common.training.schedule import annealing, warmup_steps, wsd_decay_steps
@@ -83,7 +84,10 @@ class DecoderFlags(BackendFlags):
     def check(self) -> None:
         if self.model_type == "gpt_neox":
             raise UserError(NEOX)
-        self.require_choice("model_type", (None, *MODEL_TYPES))
+        if self.model_type not in (None, *MODEL_TYPES):
+            raise UserError(
+                f"--model_type {self.model_type}: choose {', '.join(MODEL_TYPES)} (decoders), {', '.join(encoders())}"
+            )
         if self.backend in STOCK:
             raise UserError(f"--backend {self.backend}: is of ESM-2 only: choose auto, te, torch")
         if self.model and self.model_name_or_path:

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError, run
-from common.flags import flag, parse_arguments
+from common.flags import Flags, flag, parse_arguments
 from extras.prepare.planted import (
     BACKGROUND,
     COIL_STRUCTURES,
@@ -152,7 +152,7 @@ def make_proteins(
 
 
 @dataclass
-class Arguments:
+class Arguments(Flags):
     num_proteins: int = flag(4000, "sequences to write")
     families: int = flag(40, "families they belong to, of equal size")
     motifs: int = flag(12, "motifs in the library that all ancestors are made from")

@@ -24,7 +24,7 @@ from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_o
 from common.models.layers.backend import STOCK, BackendFlags, Heads, check_device, choose_backend
 from common.models.layers.hf_directory import Training
 from common.models.layers.residual import Model
-from common.models.registry import FAMILIES, Family, ModelSpec, encoder_family, family_of
+from common.models.registry import FAMILIES, Family, ModelSpec, encoder_family, encoders, family_of
 
 ONLY_GELU = {"te": "tanh", **dict.fromkeys(STOCK, "exact")}  # backends with one kind
 
@@ -133,7 +133,7 @@ class ModelFlags(BackendFlags):
 def encoder_named(model_type: str) -> Family:
     """The family of --model_type. UserError unless it is one of masked language modelling."""
     if model_type not in FAMILIES or (family := family_of(model_type)).task != "mlm":
-        raise UserError(f"--model_type {model_type}: is no encoder here: choose esm, esmc")
+        raise UserError(f"--model_type {model_type}: is no encoder here: choose {', '.join(encoders())}")
     return family
 
 

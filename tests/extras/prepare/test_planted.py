@@ -8,11 +8,9 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from common.cli import UserError
 from extras.downstream.contacts import pairs
 from extras.downstream.structures import chains_of
 from extras.prepare.planted import COUPLED, STRANDS, PottsFamily, make_potts, potts_structures, row_states
-from extras.prepare.sample import WithStructures
 
 COUNT = 4000
 
@@ -96,8 +94,3 @@ def test_potts_neighbours_each_say_what_the_others_do_not():
         others = [place for place in range(STRANDS) if place not in pair]
         in_common = sum(entropy([place, *others]) for place in pair) - entropy([*pair, *others]) - entropy(others)
         assert in_common > 0.075, pair
-
-
-def test_sample_refuses_structures_of_nothing():
-    with pytest.raises(UserError, match="--structures: needs --repeats or --potts_families"):
-        WithStructures(structures="out").check()

@@ -9,6 +9,7 @@ import pytest
 from common.cli import UserError
 from extras.prepare import sample
 from extras.sources.fasta import read_fasta
+from tests.data_fixtures import call
 from tests.forked import run_script
 
 
@@ -102,4 +103,6 @@ def test_sample_bad_arguments_leave_nothing(tmp_path):
         sample.write_sample(tmp_path / "a.fasta", min_divergence=0.5, max_divergence=0.2)
     with pytest.raises(UserError, match="at least 1"):
         sample.write_sample(tmp_path / "a.fasta", num_proteins=0)
+    with pytest.raises(UserError, match="--structures: needs --repeats or --potts_families"):
+        call(sample, tmp_path / "a.fasta", "--structures", tmp_path / "pdb")
     assert not list(tmp_path.iterdir())
