@@ -46,7 +46,7 @@ class Arguments(Flags):
     required = ("model_name_or_path", "embeddings", "fasta", "labels", "output_dir")
 
     model_name_or_path: str | None = flag(
-        None, "The model: a run's output directory, a checkpoint, or any directory or Hub name of an ESM-2."
+        None, "The model: a run's output directory, a checkpoint, or any directory or Hub name of an ESM-2 or ESM C."
     )
     embeddings: str | None = flag(None, "Or the --output_dir of embed.py, which keeps what it computes.")
     fasta: str | None = flag(None, "The proteins.")
@@ -121,8 +121,14 @@ def embeddings_of(args: Arguments, ids: set[str], per_residue: bool) -> dict[str
     if args.embeddings:
         return read_embeddings(args, ids)
     with TemporaryDirectory(prefix="probe-") as directory:
-        flags = EmbeddingFlags(args.model_name_or_path, bf16=args.bf16, use_cpu=args.use_cpu, fasta=args.fasta)
-        flags = replace(flags, output_dir=directory, per_residue=per_residue)
+        flags = EmbeddingFlags(
+            args.model_name_or_path,
+            fasta=args.fasta,
+            output_dir=directory,
+            per_residue=per_residue,
+            bf16=args.bf16,
+            use_cpu=args.use_cpu,
+        )
         embed_all(flags, World.from_environment(args.use_cpu))
         return read_embeddings(replace(args, embeddings=directory), ids)
 
