@@ -30,7 +30,9 @@ RUN /bin/bash /tmp/build/finish_image.sh
 
 USER 1000:1000
 ENV PYTHONUNBUFFERED=1
+ARG VERSION=unknown
 ARG COMMIT=unknown
 LABEL org.opencontainers.image.title="ESM-2 pretraining" \
       org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${COMMIT}"

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from common.models.layers.hf_directory import Export
 
 ROOT = Path(__file__).resolve().parent.parent
+PROJECT = "esm2-pretraining"
 # Flags of a run whose values, numbers or a choice of these, a card shows.
 FLAGS = (
     *("max_steps", "optim", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "max_seq_length"),
@@ -130,9 +132,12 @@ def software() -> str:
     """This project's version and commit, Python's and the libraries'."""
     parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     parts.append(f"transformers {transformers.__version__}")
-    with suppress(OSError, KeyError, tomllib.TOMLDecodeError):
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        parts.insert(0, f"{project['name']} {project['version']}")
+    with suppress(OSError, KeyError, tomllib.TOMLDecodeError, metadata.PackageNotFoundError):
+        if (file := ROOT / "pyproject.toml").exists():
+            version = tomllib.loads(file.read_text())["project"]["version"]
+        else:  # installed from a wheel
+            version = metadata.version(PROJECT)
+        parts.insert(0, f"{PROJECT} {version}")
     if found := commit(ROOT):
         parts.insert(1, f"commit {found[:12]}")
     return ", ".join(parts)

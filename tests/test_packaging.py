@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +16,10 @@ from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
 
 from docker.install_requirements import read_requirements
+from extras.commands import command_of
 from tests.conftest import ROOT
 
+SCRIPTS = [path for path in ROOT.glob("*.py") if path.name != "setup.py"]
 LINTER = re.compile(r"\.venv/bin/([\w-]+(?: (?:check|format))?)")
 
 
@@ -51,10 +58,50 @@ def test_dependencies_are_those_of_the_requirements_files(project):
     }
 
 
-def test_packages_are_those_of_the_core_and_the_extras(project):
-    top = {name for name in ("common", "extras") if (ROOT / name).is_dir()}
-    folders = {path.parent.relative_to(ROOT) for name in top for path in ROOT.glob(f"{name}/**/*.py")}
+def test_packages_are_the_core_the_extras_and_configs(project):
+    folders = {path.parent.relative_to(ROOT) for name in ("common", "extras") for path in ROOT.glob(f"{name}/**/*.py")}
+    folders |= {path.parent.relative_to(ROOT) for path in ROOT.glob("configs/**/*.yaml")}
     assert {Path(name.replace(".", "/")) for name in project.packages} == folders
+
+
+def test_each_script_has_a_command(project):
+    commands = [f"{command_of(path.name)} = extras.commands:main" for path in SCRIPTS]
+    assert len(commands) > 10
+    assert sorted(project.entry_points["console_scripts"]) == sorted(commands)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The files of a wheel, where pip would put them."""
+    source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+    for path in ROOT.iterdir():
+        if path.name in ("common", "extras", "configs"):
+            shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_file():
+            shutil.copy(path, source)
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, wheels], cwd=source, check=True, capture_output=True)
+    (wheel,) = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(wheels / "installed")
+    return wheels / "installed"
+
+
+def test_wheel_commands_run_its_scripts_anywhere(installed, tmp_path):
+    def run(command: str, *flags: str) -> str:
+        start = f"import sys; sys.argv[0] = {command!r}; from extras.commands import main; main()"
+        environment = os.environ | {"PYTHONPATH": str(installed)}
+        done = subprocess.run(
+            [sys.executable, "-c", start, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (tmp_path / "a.fasta").write_text(">a\nMKTAYIAKQR\n>b\nMKT\n")
+    run("esm2-download-data", "--source", "a.fasta", "--output_dir", ".")
+    assert len((tmp_path / "csv" / "x000.csv").read_text().splitlines()) == 3
+    assert "train_ddp.py" in run("/venv/bin/esm2-train-ddp", "--config-name", "sanity", "--help")
+    assert {path.name for path in installed.glob("configs/*")} == {path.name for path in ROOT.glob("configs/*")}
 
 
 def test_precommit_runs_the_linters_of_test_sh():

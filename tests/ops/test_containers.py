@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -59,7 +60,10 @@ def test_image_builds_and_trains(checkout, dataset, tmp_path):
         image = f"team/esm:{commit[:12]}"
         inspected = json.loads(ok(["docker", "image", "inspect", image], environment))[0]
         assert inspected["Config"]["User"] == "1000:1000"
-        assert inspected["Config"]["Labels"]["org.opencontainers.image.revision"] == commit
+        labels = inspected["Config"]["Labels"]
+        assert labels["org.opencontainers.image.revision"] == commit
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert labels["org.opencontainers.image.version"] == project["version"]
         ok(build, environment, cwd=checkout)
         again = json.loads(ok(["docker", "image", "inspect", image], environment))[0]
         assert again["Id"] == inspected["Id"]

@@ -1,0 +1,203 @@
+"""Write docs/reference_metrics.md and docs/reference_files.md: what a training run writes.
+
+python docs/make_reference.py
+
+tests/test_reference.py runs a model and finds each key and file of it here, and no key here that nothing writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from docs.make_flags import table  # noqa: E402
+
+# (key, unit, meaning). <file>, <range>: see the page.
+TRAINING = [
+    ("step", "optimiser steps", "done so far, of all starts"),
+    ("total_steps", "optimiser steps", "of the whole run"),
+    ("epoch", "epochs", "so far"),
+    ("loss", "nats per target", "mean of the steps since the last row, without skipped ones, over all targets"),
+    ("train_perplexity", "", "exp(`loss`)"),
+    ("step_loss", "nats per target", "of this step; absent if it was skipped"),
+    ("grad_norm", "", "of this step, before clipping; absent if it was skipped"),
+    ("learning_rate", "", "of this step"),
+    ("tokens", "tokens", "so far, of all ranks, without padding"),
+    ("unknown_characters", "tokens", "so far: `<unk>`, for characters that are no residues"),
+    ("skipped_steps", "optimiser steps", "so far: those whose loss or gradient norm was NaN or infinite"),
+    ("tokens_per_second", "tokens/s", "of all ranks, without padding, since the last row"),
+    ("unpadded_tokens_per_second_per_gpu", "tokens/s", "the same, per rank"),
+    ("tokens_per_second_per_gpu", "tokens/s", "per rank, with the padding that the layers compute"),
+    ("step_seconds", "s", "mean per step since the last row, by rank 0's clock, like the next three"),
+    ("data_wait_seconds", "s", "waiting for the next batch; on a GPU only while it is idle"),
+    ("forward_backward_seconds", "s", "forward and backward pass"),
+    ("optimizer_seconds", "s", "clipping and optimiser; on a GPU its kernels count with the next forward pass"),
+    ("checkpoint_seconds", "s", "sum since the last row of what checkpoints held training up; not in `step_seconds`"),
+    ("tflops_per_device", "TFLOP/s", "of the model's matmuls, forward and backward, per rank"),
+    ("mfu", "fraction", "`tflops_per_device` of the device's dense bf16 peak, or of `--peak_tflops_per_gpu`"),
+    ("peak_memory_gb", "GB", "rank 0's peak so far: of the allocator on a GPU, else resident"),
+    ("rank_seconds_min", "s", "of the fastest rank, per step without waits for others (`--straggler_every`)"),
+    ("rank_seconds_median", "s", "of the median rank"),
+    ("rank_seconds_max", "s", "of the slowest rank"),
+    ("slowest_rank", "rank", "which it is"),
+    ("slowest_host", "name", "where it runs"),
+]
+EVALUATION = [
+    ("eval_loss", "nats per target", "mean over all targets of the validation split"),
+    ("perplexity", "", "exp(`eval_loss`)"),
+    ("eval_accuracy", "fraction", "of the targets, the likeliest token is the right one"),
+    ("eval_masked_tokens", "tokens", "targets; of a decoder `eval_tokens`"),
+    ("eval_tokens", "tokens", "predicted tokens, of a decoder"),
+    ("eval_samples", "sequences", "evaluated"),
+    ("eval_runtime", "s", "of the evaluation"),
+    ("eval_samples_per_second", "sequences/s", "of all ranks"),
+    ("eval_steps_per_second", "batches/s", "of one rank"),
+    (
+        "eval_unigram_loss",
+        "nats per target",
+        "of a predictor that knows residue frequencies alone, same targets",
+    ),
+    ("eval_unigram_accuracy", "fraction", "of the same"),
+    ("eval_unigram_perplexity", "", "of the same"),
+    ("eval_below_unigram", "nats per target", "how far `eval_loss` is below `eval_unigram_loss`"),
+    ("eval_below_unigram_stderr", "nats per target", "standard error of that difference, over sequences"),
+    ("eval_contacts_<range>_p_at_l", "fraction", "`--eval_contacts`: of the L likeliest pairs, those in contact"),
+    ("eval_contacts_<range>_p_at_l2", "fraction", "of the L/2 likeliest"),
+    ("eval_contacts_<range>_p_at_l5", "fraction", "of the L/5 likeliest"),
+    ("eval_contacts_<range>_nearest_p_at_l", "fraction", "baseline: of the L pairs nearest in the sequence"),
+    ("eval_contacts_<range>_chance", "fraction", "of all pairs of the range"),
+    ("eval_mutations_<file>_masked", "", "`--eval_mutations`: Spearman's correlation, masked marginals"),
+    ("eval_mutations_<file>_wild_type", "", "the same, wild-type marginals"),
+    *(
+        (f"eval_probe_<file>_{baseline}{name}", unit, f"{of}{meaning}")
+        for baseline, of in (("", "`--eval_probe`: "), ("baseline_", "of a probe of the composition: "))
+        for name, unit, meaning in (
+            ("spearman", "", "rank correlation, of numbers"),
+            ("pearson", "", "correlation, of numbers"),
+            ("r2", "", "explained variance, of numbers"),
+            ("mae", "the label's", "mean absolute error, of numbers"),
+            ("accuracy", "fraction", "of classes"),
+            ("balanced_accuracy", "fraction", "mean over the classes"),
+            ("macro_f1", "fraction", "mean over the classes"),
+            ("auroc", "fraction", "of two classes"),
+        )
+    ),
+]
+RESULTS = [
+    ("train_loss", "nats per target", "mean over all steps of the run"),
+    ("train_runtime", "s", "training steps, of all starts"),
+    ("train_samples", "sequences", "in the training data; trained on, if their number is not known"),
+    ("train_samples_per_second", "sequences/s", "of all ranks"),
+    ("train_steps_per_second", "optimiser steps/s", ""),
+    ("train_tokens_per_second", "tokens/s", "of all ranks, without padding"),
+    ("train_unknown_characters", "tokens", "`<unk>`"),
+    ("total_flos", "FLOP", "of all steps and ranks"),
+    ("backend", "name", "`torch`, `te`, `hf` or `hf_flash`: what computed the layers"),
+    ("attention", "name", "the attention kernel, on a GPU"),
+    ("gelu", "name", "the GELU"),
+]
+
+YOU = "you"
+# (name, format, content, who reads it). <step>, <rank>, <first>, <last>: numbers.
+FILES = [
+    ("metrics.jsonl", "JSON lines", "a row every `--logging_steps`, and each evaluation", "curves, report, a resume"),
+    ("train_results.json", "JSON", "of the whole run, when it has ended", YOU),
+    ("eval_results.json", "JSON", "of the last evaluation", YOU),
+    ("test_results.json", "JSON", "of the test split, with `--do_predict`", YOU),
+    ("all_results.json", "JSON", "the three together, as transformers' Trainer has them", "curves, report"),
+    ("trainer_state.json", "JSON", "the run's state and all rows, as `log_history`", "what reads the Trainer's"),
+    ("training_curves.png", "PNG", "loss, learning rate, gradient norm, speed", YOU),
+    (
+        "run_info.json",
+        "JSON",
+        "title of the curves, first step of each start",
+        "curves, report",
+    ),
+    ("about.json", "JSON", "the same, of a run before 0.3", "curves, report"),
+    ("quant_stats.jsonl", "JSON lines", "`--quant_stats`: a row for each tensor", "`extras.quant_stats.report`"),
+    ("quant_stats.png", "PNG", "drawn by `python -m extras.quant_stats.report`", YOU),
+    ("profile/rank<rank>-steps-<first>-<last>.json.gz", "Chrome trace", "`--profile_steps`", "ui.perfetto.dev"),
+    ("logs/events.out.tfevents.*", "TensorBoard", "`--report_to tensorboard`", "TensorBoard"),
+    ("wandb_run.json", "JSON", "the run's id at W&B", "a resume"),
+    ("wandb/*", "W&B", "`--report_to wandb`", "`wandb sync`"),
+    (
+        "find_learning_rate/*",
+        "JSON, Markdown, PNG",
+        "`--find_learning_rate`: trials, table, picture",
+        f"{YOU}, a resume",
+    ),
+    ("sample/*", "FASTA", "the generated proteins of `--dataset sample`", "the run"),
+    (".run", "JSON", "lock of the directory, and the job that wrote here last", "the next start"),
+    (".saved", "empty", "some checkpoint was once complete here", "the next start"),
+    (".starts", "JSON", "starts in a row without a new checkpoint", "`extras.launch`"),
+    ("checkpoint-<step>/manifest.json", "JSON", "size and CRC-32 of each file; the model's fingerprint", "a resume"),
+    ("checkpoint-<step>/metadata.json", "JSON", "which tensors lie where", "a resume"),
+    ("checkpoint-<step>/.metadata", "pickle", "the same for torch's own tools", "`torch.distributed.checkpoint`"),
+    ("checkpoint-<step>/__<rank>_0.distcp", "torch", "a rank's share of weights and optimiser", "a resume"),
+    ("checkpoint-<step>/trainer_state.json", "JSON", "steps, tokens, position in the data", "a resume"),
+    ("checkpoint-<step>/config.json", "JSON", "the model's sizes", "`extras.export`, embed.py, score.py"),
+    (
+        "checkpoint-<step>/model.safetensors",
+        "safetensors",
+        "`--save_hf`: as in final_model",
+        "transformers",
+    ),
+    ("superseded-checkpoint-<step>/*", "", "a checkpoint later than the one that the run resumed from", YOU),
+    ("tmp-checkpoint-<step>*/*", "", "a checkpoint being written or removed", "nobody"),
+    ("final_model/config.json", "JSON", "the model's sizes", "transformers, and the scripts after training"),
+    ("final_model/model.safetensors", "safetensors", "weights; a large model has several and an index", "the same"),
+    ("final_model/tokenizer_config.json", "JSON", "the tokenizer", "the same"),
+    ("final_model/vocab.txt", "text", "a line for each token (ESM-2)", "the same"),
+    ("final_model/tokenizer.json", "JSON", "the tokenizer (others)", "the same"),
+    ("final_model/README.md", "Markdown", "model card: results, flags, versions", f"{YOU}, the Hub"),
+]
+
+
+def code(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return [(f"`{name}`", *more) for name, *more in rows]
+
+
+def metrics_page() -> str:
+    """The text of docs/reference_metrics.md."""
+    head = ("key", "unit", "meaning")
+    return f"""# Metrics
+
+Made from the code by `python docs/make_reference.py`. A target is a masked residue, or of a decoder a predicted token.
+
+## Of training
+
+Keys of `metrics.jsonl`, every `--logging_steps`. What stands behind them: [training.md](training.md#metrics).
+
+{table(head, code(TRAINING))}
+## Of evaluation
+
+Keys of `metrics.jsonl`, every `--eval_steps`, and of `eval_results.json`. `test_results.json` has the same of the test
+split, as `test_...` and `test_perplexity`, without contacts, mutations and probes. `<file>`: a file's name without its
+ending. `<range>`: `short` (6 to 11 residues apart), `medium` (12 to 23) or `long`; L: the chain's length.
+
+{table(head, code(EVALUATION))}
+## Of the whole run
+
+Keys of `train_results.json` beside `epoch`. `all_results.json` has those of all three files.
+
+{table(head, code(RESULTS))}"""
+
+
+def files_page() -> str:
+    """The text of docs/reference_files.md."""
+    return f"""# Files of a run
+
+Made from the code by `python docs/make_reference.py`. All lie in `--output_dir`. `NAME.partial` is a file being
+written. [checkpoints.md](checkpoints.md) says what checkpoints survive.
+
+{table(("file", "format", "content", "read by"), code(FILES))}"""
+
+
+PAGES = {"reference_metrics.md": metrics_page, "reference_files.md": files_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (ROOT / "docs" / name).write_text(page(), encoding="utf-8")
