@@ -68,9 +68,8 @@ if [ -n "$text" ]; then
   say "3/5 Training (and evaluating before, during and after)"
   # On a CPU without bf16 instructions fp32 is faster.
   bf16=$($python -c 'import torch
-from common.models.layers.backend import has_bf16
-from common.models.layers.cpu import BF16_MATMULS
-print(has_bf16(torch.device("cuda")) if torch.cuda.is_available() else BF16_MATMULS)')
+from extras.quickstart_tuning import likely_precisions
+print(likely_precisions(torch.device("cuda" if torch.cuda.is_available() else "cpu"))[0] == "bf16")')
   "${launch[@]}" train_ddp.py --model_type llama_v3 --hidden_width 256 --num_layers 4 --num_heads 4 \
     --intermediate_size 1024 --vocab_size 259 --max_context_width 256 --train_batch_size 8 --bf16 "$bf16" \
     --optim muon --learning_rate 2e-3 --dataset_dir "$output/processed/text" --output_dir "$output/model" \

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from common.cli import run
 from common.data.packs_per_step import PacksPerStep
@@ -27,6 +29,7 @@ from common.files.json_files import write_json
 from common.flags import flag, flat, parse_arguments, with_flags
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.backend import has_bf16
+from common.models.layers.cpu import BF16_MATMULS
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM, TrainArguments
 from common.training.step import Stepper
@@ -34,6 +37,7 @@ from common.training.step import Stepper
 logger = logging.getLogger(__name__)
 
 WARM, TIMED = 1, 2  # steps; the first one builds kernels and allocates memory
+ENOUGH_S = 5.0  # of timed steps in a precision: a slow machine is not made to wait for more
 GAIN = 1.1  # bf16 must be faster by this factor to be worth its rounding
 EVALUATED = 1 / 3  # of the run's time, at most
 
@@ -51,6 +55,13 @@ class TuningArguments(TrainArguments):
         self.require_at_least(self.least_steps, "most_steps")
 
 
+def likely_precisions(device: torch.device) -> tuple[str, ...]:
+    """The one first that should be faster."""
+    if device.type == "cuda":
+        return ("bf16", "fp32") if has_bf16(device) else ("fp32",)
+    return ("bf16", "fp32") if BF16_MATMULS else ("fp32", "bf16")
+
+
 def step_seconds(args: TrainArguments, world: World) -> float:
     """Seconds of a step on this machine."""
     built = load_model(args, world)
@@ -65,7 +76,10 @@ def step_seconds(args: TrainArguments, world: World) -> float:
         started = time.perf_counter()
         stepper.step(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
         durations.append(time.perf_counter() - started)
-    return min(durations[WARM:])
+        # A GPU's first step may compile for longer than this.
+        if sum(durations) > ENOUGH_S and (len(durations) > WARM or world.device.type == "cpu"):
+            break
+    return min(durations[WARM:] or durations)
 
 
 def evaluated_tokens(args: TrainArguments, world: World) -> tuple[int, int]:
@@ -86,9 +100,10 @@ def evaluated_tokens(args: TrainArguments, world: World) -> tuple[int, int]:
 def choose(args: TuningArguments, seconds: dict[str, float], evaluated: int) -> tuple[str, int, float, float]:
     """(fp32 or bf16, steps, fraction of the proteins to evaluate on, total seconds).
 
-    seconds: per step in each precision; evaluated: tokens.
+    seconds: per step in each precision that was timed; evaluated: tokens.
     """
-    precision = "bf16" if "bf16" in seconds and seconds["fp32"] > GAIN * seconds["bf16"] else "fp32"
+    faster = seconds.get("fp32", math.inf) > GAIN * seconds.get("bf16", math.inf)
+    precision = "bf16" if faster else "fp32"
     step = seconds[precision]
     forward_alone = evaluated * step / (3 * args.data.tokens_per_pack * args.data.gradient_accumulation_steps)
     fraction = min(1.0, EVALUATED * args.seconds / max(forward_alone, 1e-9))
@@ -106,8 +121,12 @@ def flags_of_run(args: TuningArguments) -> dict:
 def main() -> None:
     args = parse_arguments(__doc__, TuningArguments)
     with distributed_run(args.process) as world:
-        precisions = ("fp32", "bf16") if has_bf16(world.device) else ("fp32",)
-        seconds = {name: step_seconds(with_flags(args, bf16=name == "bf16"), world) for name in precisions}
+        logger.info("Timing steps of %s tokens on this machine", f"{args.data.tokens_per_pack:,}")
+        seconds = {}
+        for name in likely_precisions(world.device):
+            seconds[name] = step_seconds(with_flags(args, bf16=name == "bf16"), world)
+            if seconds[name] > ENOUGH_S:
+                break
         evaluated, proteins = evaluated_tokens(args, world)
         precision, steps, fraction, in_all = choose(args, seconds, evaluated)
         chosen = {"bf16": precision == "bf16", "max_steps": steps}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 from common.cli import UserError
+from common.console import duration, is_terminal
 from common.distributed.world import World
 from common.training.arguments import RunArguments
 from common.training.progress import RunPlan
@@ -75,15 +74,9 @@ class Duration:
         logger.info("Estimated time, without evaluations: %s", estimate)
         if seconds < LONG_S or self.confirmed:
             return
-        if sys.stderr.isatty():
+        if is_terminal():
             raise UserError(
                 f"this run would take {estimate} on this device: give --yes to train for so long, or fewer "
                 "--max_steps, a smaller model, or more devices"
             )
         logger.warning("This run takes %s on this device", estimate)
-
-
-def duration(seconds: float) -> str:
-    """For people: `3.2 days`, or hours, minutes and seconds."""
-    days = seconds / 86400
-    return f"{days:,.1f} days" if days >= 1 else str(timedelta(seconds=round(seconds)))

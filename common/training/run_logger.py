@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from common import console
 from common.cli import MACHINE_FAULT, UserError
 from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import World
@@ -219,7 +220,8 @@ class RunLogger:
         self.metrics: JsonLinesLog | None = None  # opened by `begin`
         self.quant_stats: JsonLinesLog | None = None
         self.last_row: dict = {}
-        self._line: Callable[[dict], str] = step_line  # formats a row for the terminal; the task's
+        self._line: Callable[[dict], str] = step_line  # formats a row for the log; the task's
+        self._held_out: float | None = None  # loss of the last evaluation
         self._drawing: threading.Thread | None = None
         self._drawn_at = -DRAW_EVERY_S
 
@@ -235,8 +237,8 @@ class RunLogger:
     @contextmanager
     def progress_bar(self, total: int, done: int) -> Iterator[tqdm]:
         """A bar of the steps, on a terminal; log lines are written above it."""
-        hidden = True if self.flags.disable_tqdm or not self.world.is_main else None  # None: only on a terminal
-        with logging_redirect_tqdm(), tqdm(total=total, initial=done, disable=hidden, unit="step") as bar:
+        hidden = self.flags.disable_tqdm or not self.world.is_main
+        with logging_redirect_tqdm(), console.bar(total, "steps", hidden, initial=done, leave=True) as bar:
             yield bar
 
     def track(self, config: dict, first_row: int | None, anew: bool) -> None:
@@ -255,13 +257,17 @@ class RunLogger:
         """Open the files of rows before the first step.
 
         Rows that will be written again are dropped: those of metrics.jsonl from `first_row` on, those of
-        quant_stats.jsonl beyond `step`. about: the title and labels of the curves; line: formats a row for the
-        terminal.
+        quant_stats.jsonl beyond `step`. about: the title and labels of the curves; line: formats a row for a log that
+        is no terminal's.
         """
         self._line = line
         starts = [start for start in read_run_info(self.output_dir).get("starts", []) if start < first_row]
         write_json(self.output_dir / RUN_INFO, about | {"starts": [*starts, first_row]})
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
+        self._held_out = next(
+            (row["eval_loss"] for row in reversed(read_json_lines(self.output_dir / METRICS)) if "eval_loss" in row),
+            None,
+        )
         self.tracker.resume(self.output_dir / METRICS)
         if quant_stats_in:
             from extras.quant_stats.stats_plan import FILE
@@ -274,8 +280,12 @@ class RunLogger:
             self.metrics.write(row)
             self.last_row = row
             self.tracker.write(row)
-            if "loss" in row:
-                logger.info(self._line(row))
+            self._held_out = row.get("eval_loss", self._held_out)
+            if "loss" in row and console.is_terminal():
+                width = console.columns() - len("HH:MM:SS ")
+                logger.info("%s", console.step_line(row, self._held_out, width))
+            elif "loss" in row:
+                logger.info("%s", self._line(row))
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """Write a step's rows of quant_stats.jsonl, if any."""

@@ -10,7 +10,7 @@ import torch
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.training.duration import LONG_S, TIMED, WARM, Duration, duration
+from common.training.duration import LONG_S, TIMED, WARM, Duration
 from tests.training_fixtures import _main, arguments, flags_of, on_ranks, rows, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -77,8 +77,3 @@ def test_ranks_agree_that_a_run_is_too_long(dataset, tmp_path):
     codes, said = on_ranks(2, _with_a_terminal_on_rank_0, flags_of(dataset, tmp_path, max_steps=FOREVER))
     assert codes == [2, 2], said
     assert "give --yes to train for so long" in said[0]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(59.6, "0:01:00"), (3 * 86400, "3.0 days"), (86399, "23:59:59")])
-def test_duration_is_for_people(seconds, text):
-    assert duration(seconds) == text
