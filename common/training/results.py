@@ -80,7 +80,7 @@ def resolved(args: RunArguments, built: BuiltModel, data: TrainingData, plan: Ru
     tokens = packs.map(lambda number: number * args.pack_tokens)
     parts = {
         "Model": info["model"],
-        "Data": f"{info['data']}, {identity}",
+        "Data": f"{info['data']}, content {identity}",
         "Step": f"{packs} x {per_rank:,} {unit}: at most {tokens} tokens",
         "Schedule": f"{args.optimizer.lr_scheduler_type}, peak {args.optimizer.learning_rate:g}, warm-up "
         f"{plan.warmup_steps:,g} of {plan.total_steps:,} steps; {args.optimizer.optim}",

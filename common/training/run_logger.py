@@ -201,6 +201,9 @@ class Tracker:
     def write(self, row: dict) -> None:
         """Log the numbers of a row of metrics.jsonl, or of any {"step": ..., name: value}."""
 
+    def picture(self, path: Path, step: int) -> None:
+        """Log a PNG."""
+
     def resume(self, metrics: Path) -> None:
         """Called before the first new row. metrics: metrics.jsonl with the rows kept from before the restart."""
 
@@ -311,8 +314,8 @@ class RunLogger:
         with self.world.raise_together():
             if self._drawing is not None:
                 self._drawing.join()
-            if self.world.is_main:
-                draw_curves(self.output_dir)
+            if self.world.is_main and (path := draw_curves(self.output_dir)) and self.last_row:
+                self.tracker.picture(path, self.last_row["step"])
 
     def _draw(self) -> None:
         from extras.curves import draw_curves
