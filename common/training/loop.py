@@ -241,7 +241,7 @@ def begin_training(run: Run, first_row: int) -> None:
             stats_directory = run.args.precision.stats_directory(run.args.checkpoint.output_dir)
             info = run_info(run.args, run.built, run.task.labels, run.world)
             line = partial(run.task.line, packs_per_step=run.plan.packs_per_step)
-            run.log.begin(first_row, stats_directory, run.state.step, info, line)
+            run.log.begin(first_row, stats_directory, run.state.step, info, line, run.task.terminal_every)
             run.directory.keep()
     run.strategy.model.train()
     if run.built.compiled:

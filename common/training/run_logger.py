@@ -224,6 +224,7 @@ class RunLogger:
         self.quant_stats: JsonLinesLog | None = None
         self.last_row: dict = {}
         self._line: Callable[[dict], str] = step_line  # formats a row for the log; the task's
+        self._every = 1
         self._held_out: float | None = None  # loss of the last evaluation
         self._drawing: threading.Thread | None = None
         self._drawn_at = -DRAW_EVERY_S
@@ -255,15 +256,21 @@ class RunLogger:
                 self.tracker = open_tracker(self.flags, config, self.output_dir, first_row, anew)
 
     def begin(
-        self, first_row: int, quant_stats_in: Path | None, step: int, about: dict, line: Callable[[dict], str]
+        self,
+        first_row: int,
+        quant_stats_in: Path | None,
+        step: int,
+        about: dict,
+        line: Callable[[dict], str],
+        terminal_every: int = 1,
     ) -> None:
         """Open the files of rows before the first step.
 
         Rows that will be written again are dropped: those of metrics.jsonl from `first_row` on, those of
         quant_stats.jsonl beyond `step`. about: the title and labels of the curves; line: formats a row for a log that
-        is no terminal's.
+        is no terminal's; terminal_every: as of the task.
         """
-        self._line = line
+        self._line, self._every = line, terminal_every
         starts = [start for start in read_run_info(self.output_dir).get("starts", []) if start < first_row]
         write_json(self.output_dir / RUN_INFO, about | {"starts": [*starts, first_row]})
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
@@ -284,11 +291,17 @@ class RunLogger:
             self.last_row = row
             self.tracker.write(row)
             self._held_out = row.get("eval_loss", self._held_out)
-            if "loss" in row and console.is_terminal():
-                width = console.columns() - len("HH:MM:SS ")
-                logger.info("%s", console.step_line(row, self._held_out, width))
-            elif "loss" in row:
-                logger.info("%s", self._line(row))
+            if "loss" in row and (line := self._shown(row)):
+                logger.info("%s", line)
+
+    def _shown(self, row: dict) -> str:
+        """The row's line in the log; at a terminal one that fits, "" between those of every so many steps."""
+        if not console.is_terminal():
+            return self._line(row)
+        step = row["step"]
+        if step % self._every and step not in (1, row["total_steps"]) and "eval_loss" not in row:
+            return ""
+        return console.step_line(row, self._held_out, console.columns() - len("HH:MM:SS "))
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """Write a step's rows of quant_stats.jsonl, if any."""

@@ -211,7 +211,7 @@ class CausalArguments(RunArguments):
         "per_device_train_batch_size": flag(2, "Contexts in a batch.", "train_batch_size"),
         "per_device_eval_batch_size": flag(4, "", "val_batch_size"),
         "bf16": flag(True, ""),
-        "logging_steps": flag(10, "", "logging_freq"),
+        "logging_steps": flag(1, "", "logging_freq"),
         "output_dir": flag(
             "", "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
         ),

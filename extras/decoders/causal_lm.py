@@ -34,6 +34,7 @@ GUIDE_LINE_KEYS = ("loss", "step_loss", "learning_rate")
 class CausalLM(Task[CausalArguments, TextData]):
     """Causal language modelling of text."""
 
+    terminal_every = 10  # the guides' default is to log every step
     labels = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text")
 
     def open(self, evaluates: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -11,11 +12,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from matplotlib.image import imread
+import torch
+from matplotlib.image import imread, imsave
 from transformers.integrations.integration_utils import rewrite_logs
 
-from common.training.run_logger import Tracker
+from common.distributed.world import World
+from common.training.run_logger import RunLogger, Tracker
 from extras.trackers import grouped, open_tracker
 from tests.forked import run_script
 from tests.patience import Limit, wait_until
@@ -63,19 +67,6 @@ def scalars(directory: Path) -> dict[str, dict[int, float]]:
     return {tag: dict(points) for tag, points in values.items()}
 
 
-def pictures(directory: Path) -> dict[int, tuple[int, int]]:
-    """{step: (height, width)} of the curves, of all event files together."""
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = reading.EventAccumulator(str(directory))
-    found.Reload()
-    return {event.step: (event.height, event.width) for event in found.Images("train/curves")}
-
-
-def drawn_size(output_dir: Path) -> tuple[int, int]:
-    height, width, _ = imread(output_dir / "training_curves.png").shape
-    return height, width
-
-
 def test_tensorboard_resume_has_each_step_once(dataset, tmp_path):
     """Killed after step 4, whose checkpoint is lost; then started once more when all was done."""
     pytest.importorskip("tensorboard")
@@ -107,7 +98,6 @@ def test_tensorboard_resume_has_each_step_once(dataset, tmp_path):
     for tag, name in (("train/train_loss", "train_loss"), ("test/loss", "test_loss")):
         assert after[tag] == pytest.approx({6: results[name]}), tag
     assert {tag.partition("/")[0] for tag in after} == {"train", "eval", "test", "perf"}
-    assert pictures(out / "logs") == {6: drawn_size(out)}
 
 
 def test_tensorboard_hides_rows_of_overwritten_run(dataset, tmp_path):
@@ -204,9 +194,6 @@ def test_wandb_resume_continues_same_run(dataset, tmp_path, settings):
     assert second.values("train/loss").items() > seen, "seen twice: the same numbers, same place"
     assert list(second.values("train/train_loss")) == [6]
     assert not third.values("train/train_loss"), "told before"
-    ((step, picture),) = second.values("train/curves").items()
-    assert (step, picture["_type"], [picture["height"], picture["width"]]) == (6, "image-file", [*drawn_size(out)])
-    assert not third.values("train/curves")
     config = {item.key: json.loads(item.value_json) for item in second.run.config.update}
     assert config["learning_rate"] == 1e-3
 
@@ -330,6 +317,58 @@ def _open_and_close(environ: dict, directory: Path, status: int) -> None:
 
 
 # ---- either -------------------------------------------------------------------------------------------------
+
+
+class Pictures(Tracker):
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, int]] = []
+
+    def picture(self, path: Path, step: int) -> None:
+        self.shown.append((path.name, step))
+
+
+def test_run_logger_shows_the_curves_at_the_end(tmp_path):
+    log = RunLogger(arguments(tmp_path).log, tmp_path, World(0, 0, 1, torch.device("cpu")))
+    log.tracker = Pictures()
+    log.begin(1, None, 0, {}, str)
+    row = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 5.0}
+    log.row(row | {"step": 1})
+    log.row(row | {"step": 7})
+    log.draw_last()
+    assert log.tracker.shown == [("training_curves.png", 7)]
+
+
+def _show_a_picture(environ: dict, directory: Path, report_to: str) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    tracker = open_tracker(arguments(directory, report_to=report_to).log, {}, directory, 0, anew=True)
+    imsave(directory / "training_curves.png", np.linspace(0, 1, 30 * 50 * 3).reshape(30, 50, 3))
+    tracker.picture(directory / "training_curves.png", 7)
+    tracker.close(0)
+
+
+@pytest.mark.parametrize("report_to", ["tensorboard", "wandb"])
+def test_tracker_shows_a_picture(tmp_path, settings, report_to):
+    pytest.importorskip(report_to)
+    codes, said = on_ranks(1, _show_a_picture, settings, tmp_path, report_to)
+    assert codes == [0], said
+    assert "given up" not in said[0]
+    if report_to == "wandb":
+        assert len(starts(tmp_path)) == 1  # W&B's process has ended
+        (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+        items = [item for record in records(path) for item in record.history.item if len(item.nested_key) == 2]
+        picture = {item.nested_key[1]: json.loads(item.value_json) for item in items}
+        assert {item.nested_key[0] for item in items} == {"train/curves"}
+        assert (picture["_type"], picture["height"], picture["width"]) == ("image-file", 30, 50)
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "logs"))
+    found.Reload()
+    (event,) = found.Images("train/curves")
+    assert (event.step, event.height, event.width) == (7, 30, 50)
+    shown = imread(io.BytesIO(event.encoded_image_string))[..., :3]
+    assert np.abs(shown - imread(tmp_path / "training_curves.png")[..., :3]).max() < 1 / 200
 
 
 def test_tracker_names_are_the_trainers_where_they_mean_the_same():
