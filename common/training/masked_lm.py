@@ -124,8 +124,8 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         compared = None
         if self.world.cp_size == 1:  # else a sequence is spread over ranks
             compared = below_unigram(torch.from_numpy(self.log_frequencies()))
-        where = self.flags.data, self.world, prefix, step
-        return evaluate(model, store, self.family.tokens, *where, *settings, compared)
+        where, has_bar = (self.flags.data, self.world, prefix, step), not self.flags.log.disable_tqdm
+        return evaluate(model, store, self.family.tokens, *where, *settings, compared, has_bar)
 
     def log_frequencies(self) -> np.ndarray:
         """Of the residues in training, as `residue_frequencies`; all ranks together."""
@@ -164,10 +164,12 @@ def evaluate(
     bf16: bool = False,
     one_shape: bool = False,
     baseline: Baseline | None = None,
+    has_bar: bool = False,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
     made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, one_shape), world)
-    return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens", baseline)
+    sequences = len(store) if has_bar else None
+    return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens", baseline, sequences)
 
 
 def below_unigram(log_p: Tensor) -> Baseline:

@@ -168,12 +168,17 @@ Key = tuple[bytes, int]  # a protein and a position in it
 
 
 def log_probabilities(
-    encoder: Encoder, positions: Iterable[Key], masked: bool, done: Progress = lambda tokens: None
+    encoder: Encoder,
+    positions: Iterable[Key],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
 ) -> dict[Key, np.ndarray]:
     """{(protein, position): log-probabilities of the 33 tokens there, float64 [33]}.
 
     Each position is read in the window whose centre is nearest. masked: one pass per position, with it masked; else
-    one pass per window, with nothing masked. done: as in `Encoder.logits`.
+    one pass per window, with nothing masked. done: as in `Encoder.logits`; planned: called first, with the number
+    of tokens to come.
     """
     of_protein: dict[bytes, set[int]] = {}
     for protein, position in positions:
@@ -185,6 +190,7 @@ def log_probabilities(
         for position in sorted(wanted):
             window = parts[bisect_right(ends, position)]
             passes.setdefault(Pass(protein, window, position if masked else None), []).append(position)
+    planned(sum(key.window.length + 2 for key in passes))
     found: dict[Key, np.ndarray] = {}
     for group in in_parts(passes, GROUP):
         at = [np.array(passes[key]) + 1 - key.window.start for key in group]
@@ -195,11 +201,15 @@ def log_probabilities(
 
 
 def score(
-    encoder: Encoder, variants: Sequence[Variant], masked: bool, done: Progress = lambda tokens: None
+    encoder: Encoder,
+    variants: Sequence[Variant],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
 ) -> list[float]:
     """The variants' scores: the sums of log p(mutant) - log p(wild type), as of `log_probabilities`."""
     wanted = ((protein, mutation.position) for protein, mutations in variants for mutation in mutations)
-    log_p = log_probabilities(encoder, wanted, masked, done)
+    log_p = log_probabilities(encoder, wanted, masked, done, planned)
 
     def of(protein: bytes, mutation: Mutation) -> float:
         row = log_p[protein, mutation.position]
@@ -209,7 +219,11 @@ def score(
 
 
 def single_mutants(
-    encoder: Encoder, proteins: Iterable[bytes], masked: bool, done: Progress = lambda tokens: None
+    encoder: Encoder,
+    proteins: Iterable[bytes],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
 ) -> list[np.ndarray]:
     """The scores of all single mutants of each protein, float64 [length, 20] in the order of `RESIDUES`; NaN where the
     wild type is no amino acid."""
@@ -217,7 +231,7 @@ def single_mutants(
     wild = {protein: BYTE_TO_ID[np.frombuffer(protein, np.uint8)] for protein in proteins}
     known = {protein: np.isin(ids, list(WILD_TYPES)) for protein, ids in wild.items()}
     wanted = ((protein, int(n)) for protein, is_known in known.items() for n in np.flatnonzero(is_known))
-    log_p = log_probabilities(encoder, wanted, masked, done)
+    log_p = log_probabilities(encoder, wanted, masked, done, planned)
     columns = [int(BYTE_TO_ID[ord(letter)]) for letter in RESIDUES]
     found = []
     for protein in proteins:
