@@ -24,6 +24,7 @@ from common.models.layers.hf_directory import (
     write_directory,
 )
 from common.models.registry import Family, ModelSpec
+from common.precision.plan import PrecisionFlags
 from extras.decoders.config import DecoderConfig, load_decoder_config
 from extras.decoders.model import DecoderForCausalLM
 
@@ -121,6 +122,21 @@ def save_decoder(
     write_directory(pieces, export, directory, shard_bytes)
 
 
+def check_context(way: str, layout: str, precision: PrecisionFlags, config: DecoderConfig) -> None:
+    """UserError if a decoder's ranks cannot share packs so. way, layout: --cp_comm_type and --cp_layout."""
+    if way == "a2a":
+        raise UserError("--cp_comm_type a2a: decoders have no all-to-all: choose p2p or all_gather")
+    if layout != "dual_chunk":
+        raise UserError(
+            f"--cp_layout {layout}: causal attention would leave the first ranks little to do: choose dual_chunk"
+        )
+    if config.num_local_experts and precision.fp8 and precision.fp8_recipe == "current":
+        raise UserError(
+            "--fp8_recipe current: with --cp_size a rank may have no token of an expert, whose scale ranks share: "
+            "choose delayed, block or mxfp8"
+        )
+
+
 class Decoders(Family):
     task = "clm"
 
@@ -134,13 +150,8 @@ class Decoders(Family):
         torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         check_device(world.device, bf16, config.head_dim, "torch")  # both backends have torch's attention
-        if world.cp_size > 1 and flags.cp_comm_type == "a2a":
-            raise UserError("--cp_comm_type a2a: decoders have no all-to-all: choose p2p or all_gather")
-        if world.cp_size > 1 and args.data.cp_layout != "dual_chunk":
-            raise UserError(
-                f"--cp_layout {args.data.cp_layout}: causal attention would leave the first ranks little to do: "
-                "choose dual_chunk"
-            )
+        if world.cp_size > 1:
+            check_context(flags.cp_comm_type, args.data.cp_layout, args.precision, config)
         if args.precision.quant_stats and config.num_local_experts:
             raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
         read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None

@@ -152,11 +152,19 @@ def test_run_detects_a_nan_weight_under_nvfp4(dataset, tmp_path):
     assert re.search(r"2 skipped in a row \(step 2: loss [\d.]+, gradient norm nan; step 3: loss", said), said
 
 
-def test_decoder_trains_like_bf16_up_to_the_formats(tmp_path):
+@pytest.mark.parametrize(("cp_size", "recipe"), [(1, "current"), (2, "delayed"), (2, "nvfp4")])
+def test_decoder_trains_like_bf16_up_to_the_formats(tmp_path, cp_size, recipe):
+    """Where ranks share packs, attention is torch's, block by block."""
     text = write_text(tmp_path / "text")
-    flags = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "max_steps": 3}
+    flags = {
+        "hidden_width": 64,
+        "num_heads": 4,
+        "intermediate_size": 96,
+        "max_steps": 3,
+        "document_masks": cp_size - 1,
+    }
     train_decoder(text, tmp_path / "torch", bf16=1, backend="torch", **flags)
-    said = train_decoder_by_te(text, tmp_path / "te", fp8=1, fp8_recipe="current", **flags)
+    said = train_decoder_by_te(text, tmp_path / "te", cp_size, cp_size=cp_size, **RECIPES[recipe] | flags)
     assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
     assert losses(tmp_path / "te") != losses(tmp_path / "torch")
     assert "Backend: te (--backend te)" in said
