@@ -33,6 +33,8 @@ from extras.decoders.model import DecoderForCausalLM
 # Ours fuse query, key and value into one matrix, gate and up into another, and keep all experts of a layer in one.
 # Mixtral's experts have the names of the Hub's checkpoints, which transformers 4 and 5 both read.
 
+NVFP4_EXPERTS = 128  # what its `split_quantize` asks of rows
+
 # What a checkpoint may keep of constants, by the ends of names.
 _REDUNDANT = ("rotary_emb.inv_freq",)
 
@@ -137,6 +139,22 @@ def check_context(way: str, layout: str, precision: PrecisionFlags, config: Deco
         )
 
 
+def check_experts(config: DecoderConfig, flags: PrecisionFlags) -> None:
+    """UserError for what a layer with experts cannot have of the number formats."""
+    if flags.quant_stats:
+        raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
+    if flags.fp8_params:
+        raise UserError(
+            "--fp8_params: not of a layer with experts, whose matrices are parts of one parameter: drop the flag"
+        )
+    for name in ("hidden_size", "intermediate_size"):
+        if flags.fp4 and not flags.emulate_precision and getattr(config, name) % NVFP4_EXPERTS:
+            raise UserError(
+                f"--fp4: Transformer Engine 2.20 casts rows of experts to NVFP4 by {NVFP4_EXPERTS} numbers, and "
+                f"{name} is {getattr(config, name)}: choose a multiple, or add --emulate_precision"
+            )
+
+
 class Decoders(Family):
     task = "clm"
 
@@ -147,13 +165,12 @@ class Decoders(Family):
         flags, bf16 = args.model, args.precision.bf16
         config, remark = flags.decoder_config(args.data.max_seq_length)
         torch_only += args.precision.torch_only()
-        torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         check_device(world.device, bf16, config.head_dim, "torch")  # both backends have torch's attention
         if world.cp_size > 1:
             check_context(flags.cp_comm_type, args.data.cp_layout, args.precision, config)
-        if args.precision.quant_stats and config.num_local_experts:
-            raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
+        if config.num_local_experts:
+            check_experts(config, args.precision)
         read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
         heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, causal=True)
         attention, kernels = flags.choose_attention(heads, bf16, world)

@@ -40,11 +40,12 @@ def train_decoder_by_te(
     nproc: int = 1,
     script: str = "train_fsdp2.py",
     capability: tuple[int, int] = HOPPER,
+    expect: int = 0,
     **flags,
 ) -> str:
     """The same of `tests.decoder_fixtures.train_decoder`."""
     flags = {"backend": "te", "bf16": 1} | flags
-    return _run(nproc, decoder_flags(text, output_dir, **flags), script, capability)
+    return _run(nproc, decoder_flags(text, output_dir, **flags), script, capability, expect)
 
 
 def _run(
