@@ -13,6 +13,11 @@ SLOW = {
         "test_stop_of_the_process_tree_during_a_save[False]",
         "test_stop_during_a_step_saves_after_it[15]",
     ),
+    "extras/amplify/test_model.py": (
+        "test_amplify_every_size_equals_reference[chandar-lab/AMPLIFY_350M]",
+        "test_amplify_layer_compiles_to_one_graph[False]",
+        "test_amplify_layer_compiles_to_one_graph[True]",
+    ),
     "extras/decoders/test_model.py": ("test_decoder_compiled_layers_agree[mistral_8x7b]",),
     "extras/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs",),
     "extras/dry_run/test_dry_run.py": (
