@@ -66,7 +66,7 @@ class Family(ABC):
     task = "mlm"  # or "clm": what trains it
     alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
 
-    tokens: TokenSet  # ids for reading and masking (mlm)
+    tokens: TokenSet  # ids for reading and masking; an Alphabet also for proteins as text: files, embed.py, ... (mlm)
     # Of an encoder: its name, and built-in names of its sizes (--model_type's default first). For finetune.py: how the
     # names of transformers' classes begin, and which matrices there get LoRA's.
     title = ""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
 from common.models.esm2.config import Esm2Config
 from common.training.task import Task
 
@@ -16,7 +17,7 @@ class Evaluation(Protocol):
     """Made before training, so that input that cannot be read is reported first."""
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Results by name. model: a stock EsmForMaskedLM (or EsmcForMaskedLM) in eval mode, with eager attention."""
+        """Results by name. model: as of `stock_model`."""
         ...
 
 
@@ -45,7 +46,7 @@ class Downstream:
     def __init__(self, task: Task):
         self.task, self.world, self.made = task, task.world, []
         flags, config = task.flags.downstream, task.built.config
-        if not task.family.stock:
+        if not isinstance(getattr(task.family, "tokens", None), Alphabet):
             raise UserError(f"{flags.given[0]}: of {config.model_type}; only encoders are evaluated so: drop the flag")
         if flags.eval_contacts and not isinstance(config, Esm2Config):
             raise UserError(f"--eval_contacts: {task.family.title} has no contact head in transformers: drop the flag")

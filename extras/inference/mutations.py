@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.models.esm2.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS, encode
+from common.data.alphabet import Alphabet
+from common.models.esm2.alphabet import BYTE_TO_ID, ESM2_TOKENS, STANDARD_RESIDUES, TOKENS
 from extras.inference.encoder import Encoder, Progress, Window, in_parts, windows
 
 GROUP = 256  # sequences whose logits are in memory at a time
@@ -36,7 +37,7 @@ QUOTED = 40  # characters of a cell in an error
 
 
 class Mutation(NamedTuple):
-    """`A24G`: letters as token ids, position from 0."""
+    """`A24G`: letters as ESM-2's token ids, whatever the model; position from 0."""
 
     wild: int
     position: int
@@ -170,7 +171,8 @@ Key = tuple[bytes, int]  # a protein and a position in it
 def log_probabilities(
     encoder: Encoder, positions: Iterable[Key], masked: bool, done: Progress = lambda tokens: None
 ) -> dict[Key, np.ndarray]:
-    """{(protein, position): log-probabilities of the 33 tokens there, float64 [33]}.
+    """{(protein, position): log-probabilities of the 33 tokens of ESM-2 there, float64 [33]}; NaN for those that the
+    model's alphabet lacks.
 
     Each position is read in the window whose centre is nearest. masked: one pass per position, with it masked; else
     one pass per window, with nothing masked. done: as in `Encoder.logits`.
@@ -186,10 +188,15 @@ def log_probabilities(
             window = parts[bisect_right(ends, position)]
             passes.setdefault(Pass(protein, window, position if masked else None), []).append(position)
     found: dict[Key, np.ndarray] = {}
+    alphabet = encoder.alphabet
     for group in in_parts(passes, GROUP):
         at = [np.array(passes[key]) + 1 - key.window.start for key in group]
-        for key, logits in zip(group, encoder.logits([_tokens(key) for key in group], done, at), strict=True):
+        tokens = [_tokens(key, alphabet) for key in group]
+        for key, logits in zip(group, encoder.logits(tokens, done, at), strict=True):
             rows = torch.log_softmax(logits.double(), -1).numpy()
+            if alphabet.prepared is not None:
+                ids = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size))
+                rows = np.where(ids == alphabet.unknown, np.nan, rows[:, ids])
             found |= {(key.protein, position): row for position, row in zip(passes[key], rows, strict=True)}
     return found
 
@@ -203,6 +210,12 @@ def score(
 
     def of(protein: bytes, mutation: Mutation) -> float:
         row = log_p[protein, mutation.position]
+        for token in (mutation.wild, mutation.mutant):
+            if np.isnan(row[token]):
+                name = f"{TOKENS[mutation.wild]}{mutation.position + 1}{TOKENS[mutation.mutant]}"
+                raise UserError(
+                    f"{encoder.flags.model_name_or_path}: its alphabet has no {TOKENS[token]}: leave out {name}"
+                )
         return float(row[mutation.mutant] - row[mutation.wild])
 
     return [sum((of(protein, mutation) for mutation in mutations), 0.0) for protein, mutations in variants]
@@ -229,8 +242,8 @@ def single_mutants(
     return found
 
 
-def _tokens(key: Pass) -> np.ndarray:
-    tokens = encode(key.window.residues_of(key.protein))
+def _tokens(key: Pass, alphabet: Alphabet) -> np.ndarray:
+    tokens = alphabet.encode(key.window.residues_of(key.protein))
     if key.masked is not None:
-        tokens[1 + key.masked - key.window.start] = MASK
+        tokens[1 + key.masked - key.window.start] = alphabet.mask
     return tokens
