@@ -31,21 +31,21 @@ class Alphabet(TokenSet):
         """uint8 [256]: byte -> token id. Lower case counts as upper case (UniRef marks low-complexity regions so);
         anything else is the unknown token."""
         table = np.full(256, self.unknown, dtype=np.uint8)
-        for id in range(self.residues[0], self.residues[1] + 1):
-            table[ord(self.letters[id])] = table[ord(self.letters[id].lower())] = id
+        for token in range(self.residues[0], self.residues[1] + 1):
+            table[ord(self.letters[token])] = table[ord(self.letters[token].lower())] = token
         return table
 
     @property
-    def stored(self) -> TokenSet:
+    def stored(self) -> Alphabet:
         return self.prepared or self
 
     @cached_property
     def stored_to_id(self) -> np.ndarray:
         """uint8 [tokens of `stored`]: the id here of each of its tokens; a letter that is not here is unknown."""
-        stored = self.prepared or self
+        stored = self.stored
         table = np.full(stored.vocab_size, self.unknown, dtype=np.uint8)
-        for id in range(stored.residues[0], stored.residues[1] + 1):
-            table[id] = self.byte_to_id[ord(stored.letters[id])]
+        for token in range(stored.residues[0], stored.residues[1] + 1):
+            table[token] = self.byte_to_id[ord(stored.letters[token])]
         for name in ("pad", "mask", "begin", "end"):
             table[getattr(stored, name)] = getattr(self, name)
         return table

@@ -30,7 +30,7 @@ FAMILIES = {
     "esmc": "extras.esmc.family",
     "amplify": "extras.amplify.family",
 }
-NO_STOCK = "transformers has no class for models of this family: it cannot be fine-tuned or scored"
+NO_STOCK = "transformers has no class for models of this family: it cannot be fine-tuned"
 # Beginning of names on the Hub: their model_type. Other names are ESM-2's, unless --model_type says otherwise.
 HUB_NAMES = {"biohub/ESMC-": "esmc", "chandar-lab/AMPLIFY_": "amplify"}
 
@@ -73,6 +73,7 @@ class Family(ABC):
     published: tuple[str, ...] = ()
     stock = ""
     lora_targets = ""
+    form = "for transformers' from_pretrained"  # of an export, for the log
 
     @abstractmethod
     def load_config(self, name: str) -> Any:

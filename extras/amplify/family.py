@@ -23,6 +23,7 @@ class Amplify(Esmc):
     alphabet, tokens = str(ALPHABET), ALPHABET
     title, published = "AMPLIFY", tuple(AMPLIFY_SIZES)
     stock = lora_targets = ""
+    form = "in its authors' names, for --model_name_or_path; transformers has no class of it"
     model = AmplifyForMaskedLM
     check = staticmethod(check_supported)
 

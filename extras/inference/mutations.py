@@ -165,6 +165,16 @@ def undo(text: str, mutated: str, where: str, first_residue: int = 1) -> bytes:
     return "".join(letters).encode("latin-1", "replace")
 
 
+def check_letters(variants: Sequence[Variant], alphabet: Alphabet) -> None:
+    """UserError for a mutation of, or to, a residue that the model's alphabet lacks."""
+    lacks = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size)) == alphabet.unknown
+    for mutation in (mutation for variant in variants for mutation in variant.mutations):
+        for token in (mutation.wild, mutation.mutant):
+            if lacks[token]:
+                name = f"{TOKENS[mutation.wild]}{mutation.position + 1}{TOKENS[mutation.mutant]}"
+                raise UserError(f"{name}: the model's alphabet has no {TOKENS[token]}: leave this mutation out")
+
+
 Key = tuple[bytes, int]  # a protein and a position in it
 
 
@@ -205,17 +215,12 @@ def score(
     encoder: Encoder, variants: Sequence[Variant], masked: bool, done: Progress = lambda tokens: None
 ) -> list[float]:
     """The variants' scores: the sums of log p(mutant) - log p(wild type), as of `log_probabilities`."""
+    check_letters(variants, encoder.alphabet)
     wanted = ((protein, mutation.position) for protein, mutations in variants for mutation in mutations)
     log_p = log_probabilities(encoder, wanted, masked, done)
 
     def of(protein: bytes, mutation: Mutation) -> float:
         row = log_p[protein, mutation.position]
-        for token in (mutation.wild, mutation.mutant):
-            if np.isnan(row[token]):
-                name = f"{TOKENS[mutation.wild]}{mutation.position + 1}{TOKENS[mutation.mutant]}"
-                raise UserError(
-                    f"{encoder.flags.model_name_or_path}: its alphabet has no {TOKENS[token]}: leave out {name}"
-                )
         return float(row[mutation.mutant] - row[mutation.wild])
 
     return [sum((of(protein, mutation) for mutation in mutations), 0.0) for protein, mutations in variants]

@@ -88,9 +88,7 @@ class ModelFlags(BackendFlags):
     config_overrides: str | None = flag(
         None, "Change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
     )
-    tokenizer_name: str | None = flag(
-        None, "The vocabulary is always ESM-2's: a directory with another one is refused."
-    )
+    tokenizer_name: str | None = flag(None, "ESM-2's vocabulary is built in: a directory with another one is refused.")
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )
