@@ -48,7 +48,9 @@ def test_readme_table_has_commands_that_are_typed():
     Kubernetes' (tests/ops)."""
     pages = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
     typed = [block for text in [README, *pages] for block in blocks(text, "bash")] + blocks(README, "sh")
-    lines = {re.sub(r"\s+", " ", line.partition(" #")[0]).strip() for line in join_lines("\n".join(typed)).splitlines()}
+    lines = {
+        re.sub(r"\s+", " ", line.partition(" #")[0]).strip() for line in join_lines("\n".join(typed)).splitlines()
+    }
     table = README[README.index("## What you can do") : README.index("## How it compares")]
     commands = re.findall(r"\| `(.+)` \|$", table.replace("\\|", "|"), re.M)
     assert len(commands) == 10

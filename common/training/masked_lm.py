@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.cli import UserError
 from common.data import TokenSet
 from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
@@ -27,7 +26,7 @@ from common.data.training_data import ProteinData, evaluation_masks, held_out_ba
 from common.distributed.world import World
 from common.flags import Missing
 from common.models.esm2.family import ModelFlags
-from common.models.registry import Family, encoder_family, family_of
+from common.models.registry import Family, encoder_family
 from common.shapes import filled_up
 from common.training.arguments import RunArguments
 from common.training.evaluation import Baseline, held_out_results
@@ -85,11 +84,6 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         self._log_frequencies: np.ndarray | None = None
 
     def open(self, evaluates: bool) -> None:
-        if self.flags.data.dataset and self.family.tokens != family_of("esm").tokens:
-            raise UserError(
-                f"--dataset {self.flags.data.dataset}: files are tokenised with ESM-2's alphabet: give --dataset_dir, "
-                "tokenised with the model's own"
-            )
         self.data = open_data(
             self.flags.data, self.family.tokens, self.world, evaluates, {"sample": self._make_sample}
         )

@@ -191,7 +191,7 @@ def export_model(
     for _ in pieces:  # the other ranks wait for rank 0 to take part in every gather, also after a failure
         pass
     world.raise_on_all(failure)
-    logger.info("Model for transformers' from_pretrained: %s", directory)
+    logger.info("Model %s: %s", task.family.form, directory)
     if task.flags.hub_model_id:
         with world.on_main_rank() as is_main:
             if is_main:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from common.cli import UserError
 from common.console import slow_bar
+from common.data.alphabet import Alphabet
 from common.distributed.world import World
 from common.files.json_files import content_hash
 from common.flags import Missing, flag
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.hf_directory import model_files, model_hash
 from common.models.registry import encoder_family
 from extras.export import exported
@@ -131,12 +133,17 @@ def proteins_of(fasta: str) -> Iterator[Protein]:
         yield name.decode(), text
 
 
+def alphabet_of(args: EmbeddingFlags) -> Alphabet:
+    tokens = encoder_family(str(args.model_name_or_path)).tokens
+    return tokens if isinstance(tokens, Alphabet) else ESM2_TOKENS  # Encoder refuses it
+
+
 def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: dict) -> tuple[Encoder, Totals]:
     """Load the model and count the input, on all ranks together. build: on rank 0 only."""
     counts = None
     with world.on_main_rank() as is_main:
         if is_main:
-            counts = build.done(INPUT) or asdict(look_through(args.fasta))
+            counts = build.done(INPUT) or asdict(look_through(args.fasta, alphabet_of(args)))
     totals = Totals(**world.broadcast_object(counts))
     if world.is_main:
         totals.report(f"--fasta {args.fasta}")

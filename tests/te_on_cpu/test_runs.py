@@ -226,10 +226,17 @@ def test_cp_run_trains_like_one_process(way, dataset, tmp_path, in_bf16):
     assert losses(tmp_path / "out") == pytest.approx(in_bf16[1], rel=3e-4)
 
 
-@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
-def test_esmc_trains_like_bf16_up_to_the_formats(recipe, dataset, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("current", "biohub/ESMC-300M-hf"),
+        ("nvfp4", "biohub/ESMC-300M-hf"),
+        ("current", "chandar-lab/AMPLIFY_120M"),
+    ],
+)
+def test_encoder_trains_like_bf16_up_to_the_formats(recipe, name, dataset, tmp_path):
     sizes = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=96"
-    flags = {"config_name": "biohub/ESMC-300M-hf", "config_overrides": sizes, "max_steps": 3}
+    flags = {"config_name": name, "config_overrides": sizes, "max_steps": 3}
     train(dataset, tmp_path / "torch", bf16=True, backend="torch", **flags)
     said = train_by_te(dataset, tmp_path / "te", **RECIPES[recipe], **flags)
     assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
