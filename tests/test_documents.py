@@ -101,8 +101,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_security_page_names_tests_that_exist():
-    named = set(re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs" / "security.md").read_text()))
+@pytest.mark.parametrize("page", ["models", "security"])
+def test_page_names_tests_that_exist(page):
+    named = set(re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs" / f"{page}.md").read_text()))
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     there = {path.stem for path in files} | set(re.findall(r"def (test_\w+)\(", "".join(map(Path.read_text, files))))
     assert named
