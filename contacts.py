@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common import console
 from common.cli import UserError, run
 from common.files.json_files import file_name
 from common.flags import Flags, Missing, flag, parse_arguments
@@ -145,7 +146,7 @@ def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
     head, chains, source = choose_head(args, model, read_structures(str(args.structures)))
     taken: set[str] = set()
     rows, found, drawn = [], [], []
-    for chain in chains:
+    for chain in console.each(chains, "chains"):
         probabilities = head.probabilities(attention_features(model, chain.ids))
         found.append(precisions(chain, probabilities))
         rows.append({"chain": chain.name, "residues": len(chain.sequence)} | found[-1])
@@ -172,7 +173,7 @@ def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
         )
     taken: set[str] = set()
     chains = proteins_of(str(args.fasta))
-    for number, chain in enumerate(chains):
+    for number, chain in enumerate(console.each(chains, "proteins")):
         probabilities = head.probabilities(attention_features(model, chain.ids))
         i, j = np.triu_indices(len(chain.sequence), SEPARATION)
         likeliest = np.argsort(-probabilities[i, j], kind="stable")[: len(chain.sequence)]

@@ -46,7 +46,8 @@ class Arguments(Flags):
     required = ("model_name_or_path", "embeddings", "fasta", "labels", "output_dir")
 
     model_name_or_path: str | None = flag(
-        None, "The model: a run's output directory, a checkpoint, or any directory or Hub name of an ESM-2 or ESM C."
+        None,
+        "The model: a run's output directory, a checkpoint, or a directory or Hub name of an ESM-2, ESM C or AMPLIFY.",
     )
     embeddings: str | None = flag(None, "Or the --output_dir of embed.py, which keeps what it computes.")
     fasta: str | None = flag(None, "The proteins.")

@@ -7,7 +7,7 @@
 #   ./quickstart.sh --fasta my.fasta[.gz]    your own proteins
 #   ./quickstart.sh --source URL             proteins from the web, say UniRef50 (13.6 GB)
 #   ./quickstart.sh --text my.txt            a small Llama on a text instead, which ends in a sample of what it writes
-#   ./quickstart.sh --steps 2000             train for longer (default: what takes a minute or two here)
+#   ./quickstart.sh --steps 2000             train for longer (default: what takes a minute or two here; ends there)
 #   ./quickstart.sh --output DIR             where it all goes (default: quickstart/<name of the proteins>)
 set -euo pipefail
 here=$PWD
@@ -16,16 +16,32 @@ script=$PWD/quickstart.sh
 
 fail() { echo "error: $*" >&2; exit 2; }
 from_here() { case $1 in /*) echo "$1" ;; *) echo "$here/$1" ;; esac; } # paths are the caller's
-say() { printf '\n== %s\n' "$*"; }
+say() {
+  printf '\n== %s\n' "$*"
+  quiet
+  said=$* began=$SECONDS
+  tick & ticking=$!
+}
+quiet() { if [ -n "$ticking" ]; then kill "$ticking" 2>/dev/null && wait "$ticking" 2>/dev/null; ticking=""; fi || true; }
+# A line every ten seconds, whatever runs; on a terminal in place of a progress bar, which is drawn again below it.
+tick() {
+  local clear=""
+  [ ! -t 1 ] || clear=$'\r\033[K'
+  while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+    echo "${clear}   ${said%% (*}: $((SECONDS - began)) s so far"
+  done
+}
+ticking="" said="" began=0
+trap quiet EXIT
 
-source_="" text="" output="" longer=()
+source_="" text="" output="" budget=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --fasta | --source | --text | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
     --fasta) source_=$(from_here "$2"); [ -f "$source_" ] || fail "--fasta $2: no such file"; shift 2 ;;
     --source) source_=$2; shift 2 ;;
     --text) text=$(from_here "$2"); [ -f "$text" ] || fail "--text $2: no such file"; shift 2 ;;
-    --steps) [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "--steps $2: a number of steps"; longer=(--max_steps "$2"); shift 2 ;;
+    --steps) [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "--steps $2: a number of steps"; budget=(--max_steps "$2" --stop_after_minutes 0); shift 2 ;;
     --output) output=$(from_here "$2"); shift 2 ;;
     -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' "$script"; exit 0 ;;
     *) fail "unknown argument $1 (see ./quickstart.sh --help)" ;;
@@ -52,20 +68,20 @@ if [ -n "$text" ]; then
   say "3/5 Training (and evaluating before, during and after)"
   # On a CPU without bf16 instructions fp32 is faster.
   bf16=$($python -c 'import torch
-from common.models.layers.backend import has_bf16
-from common.models.layers.cpu import BF16_MATMULS
-print(has_bf16(torch.device("cuda")) if torch.cuda.is_available() else BF16_MATMULS)')
+from extras.quickstart_tuning import likely_precisions
+print(likely_precisions(torch.device("cuda" if torch.cuda.is_available() else "cpu"))[0] == "bf16")')
   "${launch[@]}" train_ddp.py --model_type llama_v3 --hidden_width 256 --num_layers 4 --num_heads 4 \
     --intermediate_size 1024 --vocab_size 259 --max_context_width 256 --train_batch_size 8 --bf16 "$bf16" \
     --optim muon --learning_rate 2e-3 --dataset_dir "$output/processed/text" --output_dir "$output/model" \
     --max_steps 240 --logging_steps 10 --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start \
-    --eval_steps 0.5 "${longer[@]}"
+    --eval_steps 0.5 --stop_after_minutes 2 --save_final_model True "${budget[@]}"
 
   say "4/5 Result"
   $python -m extras.report "$output/model"
 
   say "5/5 What it writes"
   $python generate.py --model_name_or_path "$output/model" --prompt "The "
+  quiet
   cat <<EOF
 
 Next:  more of it      .venv/bin/python generate.py --model_name_or_path $output/model
@@ -76,9 +92,9 @@ EOF
 fi
 
 say "2/5 Proteins"
-structures="" contacts=() seconds=90
+structures="" contacts=() seconds=90 minutes=2
 if [ -z "$source_" ]; then
-  source_=$output/sample.fasta.gz structures=$output/structures seconds=120
+  source_=$output/sample.fasta.gz structures=$output/structures seconds=120 minutes=2.5
   contacts=(--eval_contacts "$structures")
   [ -f "$source_" ] ||
     $python -m extras.prepare.sample "$source_" --num_proteins 1000 --repeats 6000 --structures "$structures"
@@ -95,8 +111,8 @@ run=$output/run.json  # kept once written: a restart resumes with the same setti
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
   --max_seq_length 512 --tokens_per_pack 4096 --optim muon --learning_rate 2e-3 --mlm_probability 0.25 --logging_steps 10 \
   --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500 \
-  "${contacts[@]}"
-"${launch[@]}" train_ddp.py "$run" "${longer[@]}"
+  --stop_after_minutes $minutes --save_final_model True "${contacts[@]}"
+"${launch[@]}" train_ddp.py "$run" "${budget[@]}"
 
 say "5/5 Result"
 $python -m extras.report "$output/model"
@@ -106,6 +122,7 @@ if [ -d "$structures" ] && [ -d "$output/model/final_model" ]; then
     --output_dir "$output/contacts" --maps 3 --overwrite
   printf 'maps    %s\n' "$output"/contacts/*.png
 fi
+quiet
 cat <<EOF
 
 Next:  use the model   embeddings, contact maps, mutations, fine-tuning: docs/after.md

@@ -19,17 +19,17 @@ import logging
 import math
 import os
 import shutil
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from common.cli import UserError, run
+from common.console import slow_bar
 from common.files.json_files import (
     content_hash,
     file_name,
@@ -330,8 +330,13 @@ def begin(args: Arguments, output: Path, record: Path, hashes: dict[str, str]) -
     return encoder, {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
 
 
-def progress_bar() -> tqdm:
-    return tqdm(unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 10.0)
+def each_column(args: Arguments, compute: Callable[..., list]) -> dict[str, list]:
+    """{column: `compute(masked, done, planned)`}, a bar each."""
+    scores = {}
+    for name, masked in new_columns(args).items():
+        with slow_bar(None, "tokens", desc=name) as bar:
+            scores[name] = compute(masked, bar.update, bar.reset)
+    return scores
 
 
 def score_table(args: Arguments) -> None:
@@ -347,8 +352,7 @@ def score_table(args: Arguments) -> None:
     if (begun := begin(args, output, record, hashes)) is None:
         return
     encoder, about = begun
-    with progress_bar() as bar:
-        scores = {name: score(encoder, variants, masked, bar.update) for name, masked in new.items()}
+    scores = each_column(args, partial(score, encoder, variants))
     if measured_column:
         ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
         found = correlate(scores, measured, ids, variants)
@@ -365,11 +369,7 @@ def score_all(args: Arguments) -> None:
     if (begun := begin(args, output, output / RECORD, hashes)) is None:
         return
     encoder, about = begun
-    with progress_bar() as bar:
-        matrices = {
-            name: single_mutants(encoder, proteins.values(), masked, bar.update)
-            for name, masked in new_columns(args).items()
-        }
+    matrices = each_column(args, partial(single_mutants, encoder, proteins.values()))
     write_matrices(output, proteins, matrices, args.first_residue, about)
     logger.info("Written: %s", to_open(output))
 

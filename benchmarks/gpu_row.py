@@ -77,7 +77,7 @@ def steps_of(run: Run, way: str, warmup: int) -> dict[str, Any]:
     loader = task.steps(plan.packs_per_step, 0, run.state.position, steps, plan.total_steps)
     tokens, flops, loss = 0, 0.0, 0.0
     with closing(iter(loader)) as batches, scheduled_gc():
-        prefetcher = StepPrefetcher(batches, task, world, lambda: False)
+        prefetcher = StepPrefetcher(batches, task, world)
         profiler = _profiler(world.device) if way == PROFILED else nullcontext()
         with ExitStack() as watch:
             for step in range(steps):

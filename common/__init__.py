@@ -26,7 +26,8 @@ def _announce_torch_import() -> None:
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
     asks_for_help = not {"-h", "--help", "--help_all"}.isdisjoint(sys.argv)
     if script.startswith("train_") and os.environ.get("RANK", "0") == "0" and not asks_for_help:
-        sys.stderr.write(f"{time.strftime('%m/%d/%Y %H:%M:%S')} - INFO - {script}: loading PyTorch\n")
+        now = time.strftime("%H:%M:%S" if sys.stderr.isatty() else "%m/%d/%Y %H:%M:%S - INFO -")
+        sys.stderr.write(f"{now} {script}: loading PyTorch\n")
 
 
 _announce_torch_import()

@@ -44,10 +44,15 @@ def one_line(error: BaseException) -> str:
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """Log lines as in the guides: `MM/DD/YYYY HH:MM:SS - INFO - message`, on standard error."""
+    """Log lines on standard error as in the guides: `MM/DD/YYYY HH:MM:SS - INFO - message`; shorter on a terminal."""
     logging.basicConfig(
         level=level, format="%(asctime)s - %(levelname)s - %(message)s", datefmt="%m/%d/%Y %H:%M:%S", force=True
     )
+    if sys.stderr.isatty():
+        from common.console import TerminalFormatter
+
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(TerminalFormatter())
     # A progress line for every request to the Hub is noise in a training log.
     for noisy in map(logging.getLogger, ("httpx", "filelock", "fsspec", "datasets", "matplotlib")):
         if noisy.level != logging.WARNING:  # setting it walks through all loggers

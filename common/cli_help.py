@@ -6,11 +6,12 @@ And the guess at what a misspelt flag may mean.
 from __future__ import annotations
 
 import difflib
-import shutil
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+COMMAND = re.compile(r"\s*(python|torchrun) ")
 CLOSE = 0.8  # difflib's ratio: --learing_rate is close to --learning_rate (0.96), --use_fsdp not to --use_cpu (0.67)
 NAMES = 30  # columns before the text of a flag
 REQUIRED = "needed"
@@ -33,7 +34,9 @@ def help_text(program: str, description: str | None, specs: Iterable[Any], idle:
     specs: the flags, as common.flags.FlagSpec; idle: {name accepted for compatibility: why it does nothing}; all_: of
     --help_all.
     """
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    from common.console import columns
+
+    width = columns()
     groups: dict[str, list[str]] = {}
     unlisted, hidden = [], 0
     for spec in specs:
@@ -45,8 +48,9 @@ def help_text(program: str, description: str | None, specs: Iterable[Any], idle:
         group = REQUIRED if spec.level == "required" else spec.group
         groups.setdefault(group, []).extend(_lines(spec, width))
     lines = [f"usage: {program} [FILE.yaml] [--FLAG VALUE ...]", ""]
-    for line in (description or "").strip().splitlines():
-        lines += textwrap.wrap(line, width) if len(line) > width else [line]
+    for paragraph in re.split(r"\n{2,}", (description or "").strip()):
+        lines += [*_filled(paragraph.splitlines(), width), ""]
+    lines.pop()
     for group in sorted(groups, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
         lines += ["", f"{group}:", *groups[group]]
     lines += ["", "A file of flags, YAML or JSON, may come first; flags after it win."]
@@ -58,6 +62,33 @@ def help_text(program: str, description: str | None, specs: Iterable[Any], idle:
     if hidden and not all_:
         lines.append(f"--help_all: {hidden} more flags, which few runs need.")
     return "\n".join(lines) + "\n"
+
+
+def _filled(lines: list[str], width: int) -> Iterator[str]:
+    """A paragraph: prose is filled; a command goes on in the next line after a backslash, its comment goes first."""
+    if all(len(line) <= width for line in lines):
+        yield from lines
+        return
+    if not COMMAND.match(lines[0]):
+        yield from textwrap.wrap(" ".join(lines), width)
+        return
+    for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        command, *comment = re.split(r"\s{3,}", line.strip(), maxsplit=1)
+        if len(line) <= width:
+            yield line
+            continue
+        if comment:
+            yield from textwrap.wrap(comment[0], width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        parts = textwrap.wrap(
+            re.sub(r"(--\w+) (?!-)", "\\1\0", command),  # a flag keeps its value
+            width - 2,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        yield from " \\\n".join(parts).replace("\0", " ").splitlines()
 
 
 def _lines(spec: Any, width: int) -> Iterator[str]:

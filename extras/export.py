@@ -50,8 +50,10 @@ def choose(path: Path) -> Path:
     return path
 
 
-def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write the model of a checkpoint that `choose` has verified. tokenizer: of text; None: the one the run names.
+def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None) -> str:
+    """Write the model of a checkpoint that `choose` has verified, and return its form (`Family.form`).
+
+    tokenizer: of text; None: the one the run names.
 
     UserError if the directory is not empty, or the checkpoint holds no model of this program.
     """
@@ -72,6 +74,7 @@ def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None
     if family.task == "clm" and tokenizer is None:
         tokenizer = _tokenizer(checkpoint, state)
     family.save(family.to_hf(read, config, extras), config, directory, Training.of_state(state), tokenizer)
+    return family.form
 
 
 def final_model_of(name: str) -> str:
@@ -153,15 +156,15 @@ def main() -> None:
             with TemporaryDirectory(prefix="exported-") as temporary:
                 export(checkpoint, Path(temporary) / "model")
                 nv_esm.save(f"{temporary}/model", directory)
+            form = "of the recipe"
         else:
-            export(checkpoint, directory)
+            form = export(checkpoint, directory)
     except (OSError, SafetensorError) as error:
         for path in made:
             with suppress(OSError):
                 path.rmdir()
         raise UserError(f"{directory}: {checkpoint.name} not exported: {one_line(error)[:160]}") from error
-    what = "of the recipe" if "nv_esm" in flags else "for transformers' from_pretrained"
-    logger.info("%s as a model %s: %s", checkpoint, what, directory)
+    logger.info("%s as a model %s: %s", checkpoint, form, directory)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,12 @@ def card(export: Export, notes: Mapping[str, str]) -> str:
     if training.steps:
         table |= {"software": software()}
     lines = ["---", *front_matter(export, start), "---", "", f"# {architecture}", "", *rows(table, ("", ""))]
-    lines += ["", "```python", f"from transformers import AutoTokenizer, {architecture}", ""]
-    lines += [f'model = {architecture}.from_pretrained("DIRECTORY")  # of this file']
-    lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```"]
+    if export.opened_by:
+        lines += ["", f"transformers has no class of it. What opens this directory: {export.opened_by}."]
+    else:
+        lines += ["", "```python", f"from transformers import AutoTokenizer, {architecture}", ""]
+        lines += [f'model = {architecture}.from_pretrained("DIRECTORY")  # of this file']
+        lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```"]
     if results := dict(shown_results(training.results)):
         lines += ["", "## Results", "", *rows(results, ("held out", ""))]
     if flags := dict(shown_flags(training.flags)):

@@ -1,8 +1,12 @@
 """TensorBoard and W&B for --report_to: one run there, through all restarts of an output directory.
 
 A restart resumes from a checkpoint, so the rows beyond it are logged again. In TensorBoard they replace the old ones
-(`purge_step`). W&B deletes nothing and its own step can only grow: everything is plotted over `global_step`, where the
+(`purge_step`). W&B deletes nothing and its own step can only grow: all is plotted over `train/global_step`, where the
 repeated rows coincide with the old ones.
+
+Names are in groups (`grouped`): `train/`, `eval/`, `test/` as transformers' Trainer has them, `perf/` for speeds and
+memory, `downstream/` for what else is evaluated. Units are those of metrics.jsonl: seconds, tokens per second, GB
+(10^9 bytes), TFLOP/s (10^12), nats; `mfu` is a fraction.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +28,13 @@ from common.training.run_logger import LogFlags, Tracker
 
 logger = logging.getLogger(__name__)
 
-STEP = "global_step"
+STEP = "train/global_step"  # the Trainer's name
+CURVES = "train/curves"
+PERF = re.compile(
+    r".*(tokens_per_second(_per_gpu)?|(step|wait|backward|optimizer|checkpoint)_seconds|rank_seconds_\w+)"
+    r"|slowest_rank|tflops_per_device|peak_memory_gb|mfu"
+)
+DOWNSTREAM = re.compile("eval_(contacts|mutations|probe)_")
 RESENT = 100  # rows: more than a run logs in the seconds that W&B's process buffers
 
 
@@ -36,11 +47,16 @@ class _TensorBoard(Tracker):
         self.writer = SummaryWriter(str(directory), purge_step=first_row)
 
     def write(self, row: dict) -> None:
-        for name, value in _numbers(row).items():
+        for name, value in grouped(row).items():
             self.writer.add_scalar(name, value, row["step"])
         # With TensorFlow installed a thread buffers rows for up to 120 s. A killed process would lose those of steps
         # before the checkpoint, which are not logged again.
         self.writer.flush()
+
+    def picture(self, path: Path, step: int) -> None:
+        from matplotlib.image import imread
+
+        self.writer.add_image(CURVES, (imread(path)[..., :3] * 255).astype("uint8"), step, dataformats="HWC")
 
     def close(self, status: int) -> None:
         self.writer.close()
@@ -80,7 +96,12 @@ class _WandB(Tracker):
         self.run.define_metric("*", step_metric=STEP)
 
     def write(self, row: dict) -> None:
-        self.run.log({STEP: row["step"]} | _numbers(row))
+        self.run.log({STEP: row["step"]} | grouped(row))
+
+    def picture(self, path: Path, step: int) -> None:
+        import wandb
+
+        self.run.log({STEP: step, CURVES: wandb.Image(str(path))})
 
     def resume(self, metrics: Path) -> None:
         """Log the newest rows again: W&B's process may have been killed before it wrote them, and has no flush."""
@@ -109,6 +130,9 @@ class _OptionalTracker(Tracker):
 
     def write(self, row: dict) -> None:
         self._try(lambda: self.tracker.write(row))
+
+    def picture(self, path: Path, step: int) -> None:
+        self._try(lambda: self.tracker.picture(path, step))
 
     def resume(self, metrics: Path) -> None:
         self._try(lambda: self.tracker.resume(metrics))
@@ -152,5 +176,19 @@ def _not_importable(name: str, error: ImportError) -> UserError:
     return UserError(f"--report_to {name}: cannot be imported ({one_line(error)}): ./install.sh --trackers")
 
 
-def _numbers(row: dict) -> dict[str, float]:
-    return {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+def grouped(row: dict) -> dict[str, float]:
+    """The numbers of a row but its step, under the names that a tracker shows."""
+    return {_name(k): v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+
+
+def _name(key: str) -> str:
+    if "/" in key:  # quant_stats/...
+        return key
+    if DOWNSTREAM.match(key):
+        return f"downstream/{key.removeprefix('eval_')}"
+    if PERF.fullmatch(key) and not key.startswith("train_"):
+        return f"perf/{key}"
+    group, _, name = key.partition("_")
+    if group in ("eval", "test"):
+        return f"{group}/{name}"
+    return f"eval/{key}" if key == "perplexity" else f"train/{key}"

@@ -13,6 +13,19 @@ SLOW = {
         "test_stop_of_the_process_tree_during_a_save[False]",
         "test_stop_during_a_step_saves_after_it[15]",
     ),
+    "extras/amplify/test_model.py": (
+        "test_amplify_every_size_equals_reference[chandar-lab/AMPLIFY_350M]",
+        "test_amplify_layer_compiles_to_one_graph[False]",
+        "test_amplify_layer_compiles_to_one_graph[True]",
+    ),
+    "extras/amplify/test_runs.py": (
+        "test_amplify_run_of_every_strategy_equals_one_process[train_ddp.py-flags0]",
+        "test_amplify_run_of_every_strategy_equals_one_process[train_mfsdp.py-flags2]",
+        "test_amplify_run_of_every_strategy_equals_one_process[train_ddp_cp.py-flags3]",
+        "test_amplify_layers_compute_in_emulated_formats[fp8]",
+        "test_amplify_layers_compute_in_emulated_formats[nvfp4]",
+        "test_amplify_with_muon_equals_one_process",
+    ),
     "extras/decoders/test_model.py": ("test_decoder_compiled_layers_agree[mistral_8x7b]",),
     "extras/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs",),
     "extras/dry_run/test_dry_run.py": (
@@ -132,7 +145,7 @@ SLOW = {
         "test_run_trains_like_bf16_up_to_the_formats[mxfp8, FP8 weights]",
         "test_run_with_muon_trains_like_bf16[2-flags1]",
         "test_cp_run_trains_like_one_process[a2a]",
-        "test_esmc_trains_like_bf16_up_to_the_formats[current]",
+        "test_encoder_trains_like_bf16_up_to_the_formats[current-biohub/ESMC-300M-hf]",
         "test_run_with_delayed_scaling_resumes_bit_exactly",
     ),
     "te_on_cpu/test_stats.py": ("test_stats_rows_equal_the_emulation[9.0]",),

@@ -45,6 +45,12 @@ CONFIGS = {  # NAME: (what the source says, scripts)
         LARGE | {"per_device_train_batch_size": 12, "learning_rate": 1.6e-4, "weight_decay": 0.1},
         [DDP, FSDP, MFSDP],
     ),
+    "amplify_120m": (
+        {"max_steps": 900_000, "learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
+        | {"weight_decay": 0.01, "lr_scheduler_type": "cosine", "min_lr_rate": 0.1, "warmup_steps": 1000}
+        | {"mlm_probability": 0.15, "max_seq_length": 512, "config_name": "chandar-lab/AMPLIFY_120M"},
+        [DDP, FSDP, MFSDP],
+    ),
     "guide_eks": (
         {"max_seq_length": 512, "per_device_train_batch_size": 8, "max_train_samples": 100_000, "num_train_epochs": 1}
         | {"pad_to_max_length": True, "learning_rate": 5e-5, "lr_scheduler_type": "linear", "ddp_bucket_cap_mb": 125},

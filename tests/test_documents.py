@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from importlib.util import find_spec
@@ -60,6 +61,22 @@ def test_commands_run_in_order(page, checkout):
         assert alarming(done) == []
 
 
+def test_notebook_runs(checkout):
+    """As `jupyter nbconvert --execute` runs it, where the files that it speaks of are the user's own."""
+    notebook = json.loads((ROOT / "docs" / "my_proteins.ipynb").read_text())
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"source": smallest("".join(cell["source"])), "outputs": [], "execution_count": None}
+    (checkout / "docs").mkdir()
+    (checkout / "docs" / "my_proteins.ipynb").write_text(json.dumps(notebook))
+    done = sh("python -m nbconvert --execute --to notebook --inplace docs/my_proteins.ipynb", checkout)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = json.loads((checkout / "docs" / "my_proteins.ipynb").read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    assert "Verdict" in str(outputs)
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
 def test_commands_are_in_bash_or_sh_blocks(page):
     for block in blocks(page.read_text(), ""):
@@ -84,8 +101,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_security_page_names_tests_that_exist():
-    named = set(re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs" / "security.md").read_text()))
+@pytest.mark.parametrize("page", ["models", "security"])
+def test_page_names_tests_that_exist(page):
+    named = set(re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs" / f"{page}.md").read_text()))
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     there = {path.stem for path in files} | set(re.findall(r"def (test_\w+)\(", "".join(map(Path.read_text, files))))
     assert named

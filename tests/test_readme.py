@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.typed import alarming, blocks, checkout_in, sh, smaller
+from tests.typed import alarming, blocks, checkout_in, join_lines, sh, smaller
 
 README = (ROOT / "README.md").read_text()
 
@@ -37,6 +37,25 @@ def test_readme_commands_run_in_order(checkout):
 def test_readme_links_exist():
     for link in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / link.partition("#")[0]).exists(), link
+
+
+def test_readme_is_short():
+    assert README.count("\n") <= 150
+
+
+def test_readme_table_has_commands_that_are_typed():
+    """Each stands in a block that a test types: of the README, of a page (tests/test_documents.py), or Slurm's and
+    Kubernetes' (tests/ops)."""
+    pages = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    typed = [block for text in [README, *pages] for block in blocks(text, "bash")] + blocks(README, "sh")
+    lines = {
+        re.sub(r"\s+", " ", line.partition(" #")[0]).strip() for line in join_lines("\n".join(typed)).splitlines()
+    }
+    table = README[README.index("## What you can do") : README.index("## How it compares")]
+    commands = re.findall(r"\| `(.+)` \|$", table.replace("\\|", "|"), re.M)
+    assert len(commands) == 10
+    assert [command for command in commands[1:] if command not in lines] == []
+    assert commands[0] == "./quickstart.sh --fasta my_proteins.fasta"  # test_quickstart_trains_and_resumes
 
 
 def test_quickstart_trains_and_resumes(checkout, tmp_path):

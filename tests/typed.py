@@ -43,8 +43,12 @@ def blocks(text: str, language: str) -> list[str]:
     return [block for said, block in fenced if said == language]
 
 
+def join_lines(command: str) -> str:
+    return command.replace("\\\n", " ")
+
+
 def smaller(command: str) -> str:
-    command = command.replace("\\\n", " ")
+    command = join_lines(command)
     for pattern, replacement in SMALLER:
         command = re.sub(pattern, replacement, command, flags=re.MULTILINE)
     return command

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 # Default of --max_record_length for proteins: bytes with the header, a hundred times the longest protein known.
 LONGEST_PROTEIN = 4 << 20
 
@@ -20,3 +22,12 @@ class TokenSet:
     unknown: int
     residues: tuple[int, int]
     replacements: tuple[int, ...]
+
+    @property
+    def stored(self) -> "TokenSet":
+        """Those of prepared data, as they lie on the disk."""
+        return self
+
+    def of_stored(self, ids: np.ndarray) -> np.ndarray:
+        """ids of `stored`, any shape -> ids of these."""
+        return ids

@@ -1,10 +1,10 @@
 """Read one tokenised split, for example `processed/arrow/train`: memory-mapped, without an index of records.
 
 A split is a directory that `datasets.load_from_disk` opens. Its own format is one `list<uint8>` column `input_ids` =
-`<cls> residues <eos>`: a record's length and place follow from the Arrow offsets in the file, so opening costs a few
-bytes for each record batch and reading costs one copy of the tokens. Datasets of other tools (wider integers,
-fixed-size or large lists, trailing `<pad>`) are read too; their lengths without padding are computed on first use and
-kept (4 bytes a record).
+`<cls> residues <eos>`, in ESM-2's ids; those of a family with another alphabet are looked up when they are read. A
+record's length and place follow from the Arrow offsets in the file, so opening costs a few bytes for each record batch
+and reading costs one copy of the tokens. Datasets of other tools (wider integers, fixed-size or large lists, trailing
+`<pad>`) are read too; their lengths without padding are computed on first use and kept (4 bytes a record).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from common.cli import UserError, one_line
 from common.data import TokenSet
+from common.data.alphabet import Alphabet
 
 COLUMN = "input_ids"
 
@@ -210,7 +211,7 @@ class TokenStore:
     """Random access to the token ids of one split. Cheap to fork; pickles as its arguments.
 
     path: directory of one split; tokens: of the model's family; max_records: use only the first ones.
-    UserError for any other directory. Token ids are checked when they are read.
+    UserError for any other directory. Token ids are checked when they are read, and translated to those of `tokens`.
     """
 
     def __init__(self, path: str | Path, tokens: TokenSet, max_records: int | None = None):
@@ -233,7 +234,7 @@ class TokenStore:
             # uint8 rows that another tool padded, without masks, differ from ours in their last tokens only
             first = zip(*lists.locate(self._rows(np.arange(min(self._num_records, 256)))), strict=True)
             ends = [lists.files[file].tokens[begin + length - 1] for file, begin, length in first if length]
-            is_padded = tokens.pad in ends
+            is_padded = tokens.stored.pad in ends
         # Of padded datasets only: int32 [rows], -1 where not yet known.
         self._lengths = np.full(lists.num_rows, -1, dtype=np.int32) if is_padded else None
 
@@ -259,14 +260,22 @@ class TokenStore:
         """Tokens [start, start + length) of each of n records, end to end.
 
         Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id outside the
-        vocabulary and for `<pad>` inside a sequence.
+        vocabulary, for `<pad>` inside a sequence, and for data in another alphabet than that of prepared data.
         """
         ids, offsets = self._lists.gather(self._rows(records), starts, lengths)
         self._check(ids, records, offsets)
-        return ids.astype(np.uint8, copy=False), offsets
+        ids = ids.astype(np.uint8, copy=False)
+        if isinstance(self.tokens, Alphabet) and (prepared := self.tokens.prepared) is not None:
+            first = np.flatnonzero((starts == 0) & (lengths > 0))
+            for n in first[ids[offsets[first]] != prepared.begin]:
+                raise UserError(
+                    f"{self.path}: record {records[n]}: begins with token id {ids[offsets[n]]}, not with ESM-2's "
+                    f"<cls>, {prepared.begin}; ids are translated from ESM-2's: tokenise again ({STEP})"
+                )
+        return self.tokens.of_stored(ids), offsets
 
     def _check(self, ids: np.ndarray, records: np.ndarray, offsets: np.ndarray) -> None:
-        size, pad = self.tokens.vocab_size, self.tokens.pad
+        size, pad = self.tokens.stored.vocab_size, self.tokens.stored.pad
         wrong = (ids >= size) | (ids < 0) | (ids == pad)
         if wrong.any():
             position = int(wrong.argmax())
@@ -298,7 +307,7 @@ class TokenStore:
             tokens = file.tokens[lists.token_slot[chunk] + bounds[0] : lists.token_slot[chunk] + bounds[-1]]
             bounds = bounds - bounds[0]
             # one past the last token other than <pad> before each row's end
-            past = np.concatenate(([0], np.flatnonzero(tokens != self.tokens.pad) + 1))
+            past = np.concatenate(([0], np.flatnonzero(tokens != self.tokens.stored.pad) + 1))
             ends = past[np.searchsorted(past, bounds[1:], side="right") - 1]
             known[first:last] = np.maximum(ends - bounds[:-1], 0)
         return known[rows].astype(np.int64)

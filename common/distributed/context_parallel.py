@@ -12,7 +12,6 @@ A rank's sequences are in the order of the pack, its tokens in the order of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +37,11 @@ class ContextGroup:
         return self.group.size()
 
 
-class CpPack(NamedTuple):
+@dataclass(frozen=True)
+class CpPack:
     """A rank's part of a pack of B sequences that cp ranks share. T: its own tokens.
+
+    The host reads bounds and real. No tuple: DDP and FSDP2 copy all tensors in a model's tuples to the GPU.
 
     positions int64 [T]: of its tokens in their sequences; bounds int64 [cp, B + 1]: where each sequence's tokens begin
     and end on each rank, padding included; real int64 [cp, B]: how many of those are not padding; lengths int64 [B]:

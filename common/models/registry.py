@@ -21,17 +21,18 @@ from common.distributed.world import World
 from common.models.layers.hf_directory import Training, read_config
 from common.models.layers.residual import Model
 
-# config.json's model_type: the module that defines FAMILY
+# config.json's model_type, in lower case: the module that defines FAMILY
 FAMILIES = {
     "esm": "common.models.esm2.family",
     "llama": "extras.decoders.family",
     "mistral": "extras.decoders.family",
     "mixtral": "extras.decoders.family",
     "esmc": "extras.esmc.family",
+    "amplify": "extras.amplify.family",
 }
-NO_STOCK = "transformers has no class for models of this family: it cannot be fine-tuned or scored"
+NO_STOCK = "transformers has no class for models of this family: it cannot be fine-tuned"
 # Beginning of names on the Hub: their model_type. Other names are ESM-2's, unless --model_type says otherwise.
-HUB_NAMES = {"biohub/ESMC-": "esmc"}
+HUB_NAMES = {"biohub/ESMC-": "esmc", "chandar-lab/AMPLIFY_": "amplify"}
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,14 @@ class Family(ABC):
     task = "mlm"  # or "clm": what trains it
     alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
 
-    tokens: TokenSet  # ids for reading and masking (mlm)
+    tokens: TokenSet  # ids for reading and masking; an Alphabet also for proteins as text: files, embed.py, ... (mlm)
     # Of an encoder: its name, and built-in names of its sizes (--model_type's default first). For finetune.py: how the
     # names of transformers' classes begin, and which matrices there get LoRA's.
     title = ""
     published: tuple[str, ...] = ()
     stock = ""
     lora_targets = ""
+    form = "for transformers' from_pretrained"  # of an export, for the log
 
     @abstractmethod
     def load_config(self, name: str) -> Any:
@@ -124,7 +126,7 @@ class Family(ABC):
 
 def family_of(model_type: str) -> Family:
     """The family of a config.json's model_type. KeyError if there is none."""
-    return import_module(FAMILIES[model_type]).FAMILY
+    return import_module(FAMILIES[str(model_type).lower()]).FAMILY
 
 
 def encoders() -> list[str]:

@@ -124,6 +124,8 @@ class Precision:
 # A scale's rows of a weight, where not all of it: Transformer Engine's FSDP2 hooks gather a shard's scales with it.
 SHARD_ROWS = {"block": 128, "mxfp8": 32}
 
+MATMUL_SIZES = ("hidden_size", "intermediate_size")  # of a configuration; one with others names them
+
 
 def choose_plan(
     flags: PrecisionFlags, config: Any, device: torch.device, backend: str, why: str, sharded: bool
@@ -135,7 +137,7 @@ def choose_plan(
     plan = resolve(flags, config.num_hidden_layers)
     if plan is None:
         return None
-    sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
+    sizes = {name: getattr(config, name) for name in getattr(config, "matmul_sizes", MATMUL_SIZES)}
     check_dimensions(plan, sizes, config.set_by)
     if flags.fp8_params and sharded:
         blocks = f" of whole blocks of {SHARD_ROWS[flags.fp8_recipe]} rows" if flags.fp8_recipe in SHARD_ROWS else ""

@@ -1,15 +1,16 @@
 """--emulate_precision: a model whose matmuls round as FP8, MXFP8 and NVFP4 hardware does, on any device.
 
-The encoder's four matmuls (qkv, proj, fc1, fc2) are replaced; embeddings, norms, attention and LM head are not. Each
-operand is quantised as its recipe has Transformer Engine do it: in the forward pass x W^T, in the backward pass dy W
-and dy^T x, in blocks along the dimension that is summed over, from the same unquantised tensor. The matmul itself is
-fp32 (or bf16 with --bf16, exact for the operands) with fp32 accumulators.
+The encoder's four matmuls (qkv, proj, fc1, fc2; the last two of each expert) are replaced; embeddings, norms, router,
+attention and LM head are not. Each operand is quantised as its recipe has Transformer Engine do it: in the forward
+pass x W^T, in the backward pass dy W and dy^T x, in blocks along the dimension that is summed over, from the same
+unquantised tensor. The matmul itself is fp32 (or bf16 with --bf16, exact for the operands) with fp32 accumulators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -39,8 +40,6 @@ from common.precision.formats import (
     transformed,
 )
 from common.precision.plan import BlockScaling, DelayedScaling, NVFP4BlockScaling, Plan, Recipe
-
-MATMULS = ("qkv", "proj", "fc1", "fc2")
 
 Factor = tuple[Tensor, Tensor]  # values, scale: see common.precision.formats
 
@@ -121,9 +120,11 @@ class Emulation:
         self.empty = False
         self.watcher: Watcher | None = None  # set in steps that log statistics
         self.scales: DelayedScales | None = None
+        # Of each layer the number of its first matmul, among those of all.
+        self.first = list(accumulate(map(count_matmuls, model.layers), initial=0))
         if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
             # For all layers, whatever their format: a checkpoint fits a run with another plan.
-            elements = [element_of(delayed, role) for _ in plan for _ in MATMULS for role in ROLES]
+            elements = [element_of(delayed, role) for _ in range(self.first[-1]) for role in ROLES]
             self.scales = DelayedScales(delayed, elements, device)
         set_matmuls(model, plan, partial(EmulatedMatmul, self))
 
@@ -152,14 +153,42 @@ class Emulation:
         return {} if self.scales is None else self.scales.state
 
 
+def count_matmuls(layer: Any) -> int:
+    """How many matrices a layer multiplies by: qkv, proj, and fc1 and fc2 of each expert."""
+    return 2 + 2 * getattr(layer.layernorm_mlp, "experts", 1)
+
+
 def set_matmuls(model: Model, plan: Plan, make: Callable[[Recipe, int, int], Callable[..., Tensor]]) -> None:
-    """Replace `linear` in layers that have a recipe. make: (recipe, layer, which of MATMULS) -> the replacement."""
+    """Replace `linear` in layers that have a recipe. make: (recipe, layer, which of its matmuls) -> the replacement.
+
+    Those are qkv, proj, fc1, fc2; of a layer with experts qkv, proj, fc1 of each expert, fc2 of each.
+    """
     for number, (layer, recipe) in enumerate(zip(model.layers, plan, strict=True)):
         if recipe is not None:
-            qkv, proj, fc1, fc2 = (make(recipe, number, matmul) for matmul in range(len(MATMULS)))
+            qkv, proj, *rest = (make(recipe, number, matmul) for matmul in range(count_matmuls(layer)))
             layer.self_attention.layernorm_qkv.matmul = qkv
             layer.self_attention.proj.matmul = proj
-            layer.layernorm_mlp.fc1_matmul, layer.layernorm_mlp.fc2_matmul = fc1, fc2
+            mlp, half = layer.layernorm_mlp, len(rest) // 2
+            fc1, fc2 = rest[:half], rest[half:]
+            by_expert = hasattr(mlp, "experts")
+            mlp.fc1_matmul, mlp.fc2_matmul = (ByExpert(fc1), ByExpert(fc2)) if by_expert else (*fc1, *fc2)
+
+
+class ByExpert:
+    """Takes the place of `common.models.layers.grouped.grouped_linear`: a matmul for each expert."""
+
+    def __init__(self, matmuls: list[Callable[..., Tensor]]):
+        self.matmuls = matmuls
+
+    def __call__(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """As `grouped_linear`. An expert without rows gets one of zeros: all ranks then take part in the amax of its
+        tensors, and its weight's counts as in Transformer Engine."""
+        parts = zip(self.matmuls, x.split(counts.tolist()), weight.chunk(len(self.matmuls)), strict=True)
+        return torch.cat([matmul(_some(rows), matrix, None)[: len(rows)] for matmul, rows, matrix in parts])
+
+
+def _some(rows: Tensor) -> Tensor:
+    return rows if len(rows) else rows.new_zeros(1, rows.shape[1])
 
 
 class EmulatedMatmul:
@@ -201,7 +230,7 @@ class EmulatedMatmul:
             stochastic = role == GRADIENT and isinstance(self.recipe, NVFP4BlockScaling)
             noise_key = derive_key(key, self.layer, self.matmul, along) if stochastic else 0
             return quantize_operand(self.recipe, x, role, along, noise_key, self.emulation.group)
-        number = (self.layer * len(MATMULS) + self.matmul) * len(ROLES) + role
+        number = (self.emulation.first[self.layer] + self.matmul) * len(ROLES) + role
         scales = self.emulation.scales
         assert scales is not None  # of a plan with delayed scaling
         # Histories and scales are in units of the global batch: the same on any number of ranks.

@@ -130,6 +130,10 @@ _VARIABLES = {
 _MATMULS = {te.LayerNormLinear: 1, te.Linear: 1, te.LayerNormMLP: 2}
 
 
+def _count_matmuls(module: Any) -> int:
+    return module.num_gemms if isinstance(module, te.GroupedLinear) else _MATMULS.get(type(module), 0)
+
+
 def te_recipe(recipe: Recipe):
     """Transformer Engine's recipe with the same fields. UserError where it refuses (a CUDA too old, consumer GPUs), or
     one of its variables would have it otherwise."""
@@ -241,7 +245,7 @@ class Quantised:
             for number, layer in enumerate(self.layers):
                 if isinstance(self.plan[number], plans.DelayedScaling):
                     for name, module in layer.named_modules():
-                        if matmuls := _MATMULS.get(type(module)):
+                        if matmuls := _count_matmuls(module):
                             self._add(f"layers.{number}.{name}", module, matmuls)
         return self._state
 

@@ -127,7 +127,7 @@ class RunArguments(Flags, ABC):
     """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
     group = "training and evaluation"
-    unlisted = ("hub_model_id",)
+    unlisted = ("hub_model_id", "stop_after_minutes", "yes")
 
     model: BackendFlags = field(default_factory=BackendFlags)
     data: StepFlags = field(default_factory=StepFlags)
@@ -151,6 +151,11 @@ class RunArguments(Flags, ABC):
     eval_steps: float | None = flag(None, "Evaluate every N steps (below 1: a fraction of the run), with --do_eval.")
     eval_on_start: bool = flag(False, "Evaluate before the first step, with --do_eval.")
     stop_at_step: int | None = flag(None, "Save and end after this step; the schedule still spans the whole run.")
+    stop_after_minutes: float | None = flag(
+        None,
+        "Save, evaluate and end after so many minutes of this start; the schedule still spans the whole run. 0: no "
+        "limit.",
+    )
     save_final_model: bool | None = flag(
         None, "Export final_model/ for transformers. Default: once all steps are done; True: at any end of the run."
     )
@@ -158,6 +163,8 @@ class RunArguments(Flags, ABC):
         None,
         "OWNER/NAME: upload final_model/ to the Hub after it is exported, with HF_TOKEN; a new repository is private.",
     )
+
+    yes: bool = flag(False, "Begin, on a terminal, a run that takes more than a day by the time of its first steps.")
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -200,6 +207,7 @@ class RunArguments(Flags, ABC):
 
     def check(self) -> None:
         self.require_at_least(1, "stop_at_step")
+        self.require_at_least(0, "stop_after_minutes")
         self.require_above(0, "eval_steps")
         cp_size, layout = self.process.cp_size, self.data.cp_layout
         multiple = self.data.pad_sequences_to_be_divisible_by

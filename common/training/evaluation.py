@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common import console
 from common.data.collators import Batch, to_device
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
@@ -98,11 +99,13 @@ def held_out_results(
     bf16: bool,
     targets: str,
     baseline: Baseline | None = None,
+    sequences: int | None = None,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` of this rank's batches, as many on every rank.
 
     step: of the run, for the hang watch; targets: the results' key for the number of predicted tokens; baseline: what
-    the loss is compared with, sequence by sequence. Returns {} if the run was stopped meanwhile (on all ranks).
+    the loss is compared with, sequence by sequence; sequences: of all ranks, for a bar, None for no bar. Returns {} if
+    the run was stopped meanwhile (on all ranks).
     """
     started = time.perf_counter()
     # targets, sequences, loss in nats, metrics
@@ -112,7 +115,9 @@ def held_out_results(
     was_training = model.training
     model.eval()
     world.watch.mark("evaluation", step)
-    with closing(batches):  # ends its workers, whatever happens
+    hidden = sequences is None or not world.is_main
+    shown = console.bar(sequences, "sequences", hidden, desc="Evaluation")
+    with closing(batches), shown as bar:  # closing ends the workers, whatever happens
         while True:
             world.watch.mark("evaluation", step)
             batch, failure = None, None
@@ -135,6 +140,7 @@ def held_out_results(
             if baseline is not None:
                 differences += sums_of_differences(baseline(output, batch)).to(differences)
             num_batches += 1
+            bar.update(min(int(batch["num_sequences"] * world.mesh.dp_size), (sequences or 0) - bar.n))
     world.watch.rest()
     model.train(was_training)
     runtime = time.perf_counter() - started

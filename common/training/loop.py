@@ -23,6 +23,7 @@ from common.flags import flat
 from common.models.layers.compiling import FirstStep
 from common.training.arguments import RunArguments
 from common.training.checkpoint import Checkpointer, SaveSchedule
+from common.training.duration import Duration
 from common.training.evaluation import Evaluator
 from common.training.optim import set_hyperparameters
 from common.training.progress import Interval, RunPlan, TrainerState, plan_run
@@ -63,7 +64,7 @@ def run_training(args: RunArguments, build: Build, world: World) -> None:
         resume = plan_resume(args, world.broadcast_object(directory and directory.restarted), world)
         run = set_up(args, build, world, resume, directory, stack)
         if args.do_train:
-            train_steps(run)
+            run = train_steps(run)
         if directory:
             directory.keep()
         end(run)
@@ -149,30 +150,23 @@ def set_up(
     announce(args, built, task.data, plan, state, world)
     first_row = plan.first_row(task.data, state) if args.do_train else None
     log.track(flat(args), first_row, anew=state.step == 0 and not resume.restarted)
+    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     return Run(
-        args=args,
-        world=world,
-        directory=directory,
-        strategy=strategy,
-        built=built,
-        task=task,
-        stepper=Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm),
-        evaluator=evaluator,
-        checkpointer=checkpointer,
-        log=log,
-        monitor=monitor,
-        plan=plan,
-        state=state,
+        *(args, world, directory, strategy, built, task, stepper, evaluator, checkpointer, log, monitor, plan, state)
     )
 
 
-def train_steps(run: Run) -> None:
-    """Train up to the last step. Raises Preempted, with the state saved, if a signal stops the run before."""
+def train_steps(run: Run) -> Run:
+    """Train up to the last step, or to --stop_after_minutes: the run that is returned ends there.
+
+    Raises Preempted, with the state saved, if a signal stops the run before.
+    """
     args, world, state, plan, task, log = run.args, run.world, run.state, run.plan, run.task, run.log
     first_row = plan.first_row(task.data, state)
     if first_row is None:
         logger.info("Step %d of %d is done already: nothing to train", state.step, plan.last_step or state.step)
-        return
+        return run
+    limit = Duration(args, world, run.evaluator.results, state.step, plan.last_step or plan.total_steps)
     begin_training(run, first_row)
     if args.eval_on_start and state.step == 0:
         state.keep_row({"step": 0, "epoch": 0.0})
@@ -187,7 +181,7 @@ def train_steps(run: Run) -> None:
     progress_bar = log.progress_bar(plan.last_step or plan.total_steps, state.step)
     stopped = False
     with closing(iter(loader)) as steps, progress_bar as bar, scheduled_gc() as collect:
-        prefetcher = StepPrefetcher(steps, task, world, saves.is_due_by_clock)
+        prefetcher = StepPrefetcher(steps, task, world, saves.is_due_by_clock, limit.is_over)
         while not run.done:
             started = time.perf_counter()
             data, counts = prefetcher.pop(state.step + 1)
@@ -210,6 +204,9 @@ def train_steps(run: Run) -> None:
                 with world.raise_together():
                     state.check_divergence(args.optimizer.max_skipped_steps)
             bar.update()
+            if prefetcher.is_over and not run.done:
+                run = replace(run, plan=limit.ended(plan, state.step))
+            limit.after_step(state.step, seconds)
             collect(state.step)
             interval.add_monitored(run.monitor.after_step(state.step, waited))
             evaluates = plan.evaluates(state.step)
@@ -230,6 +227,7 @@ def train_steps(run: Run) -> None:
         world.watch.rest()
     if stopped:
         raise Preempted
+    return run
 
 
 def begin_training(run: Run, first_row: int) -> None:
@@ -243,7 +241,7 @@ def begin_training(run: Run, first_row: int) -> None:
             stats_directory = run.args.precision.stats_directory(run.args.checkpoint.output_dir)
             info = run_info(run.args, run.built, run.task.labels, run.world)
             line = partial(run.task.line, packs_per_step=run.plan.packs_per_step)
-            run.log.begin(first_row, stats_directory, run.state.step, info, line)
+            run.log.begin(first_row, stats_directory, run.state.step, info, line, run.task.terminal_every)
             run.directory.keep()
     run.strategy.model.train()
     if run.built.compiled:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.cli import UserError
 from common.data import TokenSet
 from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
@@ -27,7 +26,7 @@ from common.data.training_data import ProteinData, evaluation_masks, held_out_ba
 from common.distributed.world import World
 from common.flags import Missing
 from common.models.esm2.family import ModelFlags
-from common.models.registry import Family, encoder_family, family_of
+from common.models.registry import Family, encoder_family
 from common.shapes import filled_up
 from common.training.arguments import RunArguments
 from common.training.evaluation import Baseline, held_out_results
@@ -85,11 +84,6 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         self._log_frequencies: np.ndarray | None = None
 
     def open(self, evaluates: bool) -> None:
-        if self.flags.data.dataset and self.family.tokens != family_of("esm").tokens:
-            raise UserError(
-                f"--dataset {self.flags.data.dataset}: files are tokenised with ESM-2's alphabet: give --dataset_dir, "
-                "tokenised with the model's own"
-            )
         self.data = open_data(
             self.flags.data, self.family.tokens, self.world, evaluates, {"sample": self._make_sample}
         )
@@ -124,8 +118,8 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         compared = None
         if self.world.cp_size == 1:  # else a sequence is spread over ranks
             compared = below_unigram(torch.from_numpy(self.log_frequencies()))
-        where = self.flags.data, self.world, prefix, step
-        return evaluate(model, store, self.family.tokens, *where, *settings, compared)
+        where, has_bar = (self.flags.data, self.world, prefix, step), not self.flags.log.disable_tqdm
+        return evaluate(model, store, self.family.tokens, *where, *settings, compared, has_bar)
 
     def log_frequencies(self) -> np.ndarray:
         """Of the residues in training, as `residue_frequencies`; all ranks together."""
@@ -164,10 +158,12 @@ def evaluate(
     bf16: bool = False,
     one_shape: bool = False,
     baseline: Baseline | None = None,
+    has_bar: bool = False,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
     made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, one_shape), world)
-    return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens", baseline)
+    sequences = len(store) if has_bar else None
+    return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens", baseline, sequences)
 
 
 def below_unigram(log_p: Tensor) -> Baseline:

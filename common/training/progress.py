@@ -23,7 +23,14 @@ from common.training.schedule import default_warmup_steps, earlier_warmup_steps
 logger = logging.getLogger(__name__)
 
 # Flags that may change on resume without a warning.
-HARMLESS = {"resume_from_checkpoint", "overwrite_output_dir", "stop_at_step", "disable_tqdm"}
+HARMLESS = {
+    "resume_from_checkpoint",
+    "overwrite_output_dir",
+    "stop_at_step",
+    "stop_after_minutes",
+    "disable_tqdm",
+    "yes",
+}
 
 # Types of the saved values that are used; others are only compared and shown.
 _SAVED = {

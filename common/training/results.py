@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from common.cli import UserError, one_line
+from common.console import is_terminal
 from common.data.training_data import PlannedData, TrainingData
 from common.distributed.world import World
 from common.flags import flat
@@ -20,10 +22,12 @@ from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from common.training.progress import RunPlan, TrainerState
+from common.training.resume import short_identity
 from common.training.task import BuiltModel, Task
 
 logger = logging.getLogger(__name__)
 
+STRATEGY = ("sharding_strategy", "activation_checkpointing", "cpu_offload")  # flags that say more of it
 WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "*.distcp")  # of transformers, and of a checkpoint
 
 
@@ -33,7 +37,9 @@ def announce(
     """Log what the run is about to do."""
     per_rank, unit = args.batch
     logger.info("***** Running training *****" if args.do_train else "***** No training *****")
-    for name, value in (
+    for name, value in resolved(args, built, data, plan, world).items():
+        logger.info("  %s: %s", name, value)
+    counts = (
         ("Num examples", data.num_examples or "unknown (streamed)"),
         ("Num Epochs", _epochs(args.data.num_train_epochs, data)),
         (f"Instantaneous batch size per device ({unit})", per_rank),
@@ -44,7 +50,8 @@ def announce(
         ("Gradient Accumulation steps", plan.accumulation),
         ("Total optimization steps", plan.total_steps),
         ("Number of trainable parameters", count_parameters(built.model)),
-    ):
+    )
+    for name, value in () if is_terminal() else counts:  # as in the guides' logs
         logger.info("  %s = %s", name, f"{value:,}" if isinstance(value, int) else value)
     logger.info("  Weights: %s", describe_weights(args, state.step))
     if not state.step and (warning := warn_of_unused_weights(args)):
@@ -63,6 +70,24 @@ def announce(
         logger.info("Packs in a step: %s", plan.packs_per_step)
     elif plan.accumulation.plain != args.data.gradient_accumulation_steps:
         logger.info("Accumulation is %s, to keep %s packs a step", plan.accumulation, plan.packs_per_step)
+
+
+def resolved(args: RunArguments, built: BuiltModel, data: TrainingData, plan: RunPlan, world: World) -> dict[str, str]:
+    """{part of the run: what flags and defaults have made of it}."""
+    info, (per_rank, unit) = run_info(args, built, (), world), args.batch
+    identity = short_identity(data.identity.get("dataset", ""))
+    packs = plan.packs_per_step
+    tokens = packs.map(lambda number: number * args.pack_tokens)
+    parts = {
+        "Model": info["model"],
+        "Data": f"{info['data']}, content {identity}",
+        "Step": f"{packs} x {per_rank:,} {unit}: at most {tokens} tokens",
+        "Schedule": f"{args.optimizer.lr_scheduler_type}, peak {args.optimizer.learning_rate:g}, warm-up "
+        f"{plan.warmup_steps:,g} of {plan.total_steps:,} steps; {args.optimizer.optim}",
+    }
+    script = Path(sys.argv[0]).stem
+    strategy = [f"{name} {value}" for name in STRATEGY if (value := flat(args).get(name)) not in (None, False)]
+    return parts | {"Strategy": ", ".join([script, *strategy])}
 
 
 def _epochs(requested: float, data: TrainingData) -> int | str:
@@ -166,7 +191,7 @@ def export_model(
     for _ in pieces:  # the other ranks wait for rank 0 to take part in every gather, also after a failure
         pass
     world.raise_on_all(failure)
-    logger.info("Model for transformers' from_pretrained: %s", directory)
+    logger.info("Model %s: %s", task.family.form, directory)
     if task.flags.hub_model_id:
         with world.on_main_rank() as is_main:
             if is_main:

@@ -180,7 +180,7 @@ def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) 
             name: now[name] for name, value in earlier().items() if name in now and saved.get(name) == value
         }
     if "dataset" in saved and saved["dataset"] != now["dataset"]:
-        before, after = _short_identity(saved["dataset"]), _short_identity(now["dataset"])
+        before, after = short_identity(saved["dataset"]), short_identity(now["dataset"])
         raise UserError(
             f"the data have changed since the checkpoint (their hash was {before}; now {after}): give those it was "
             "trained on, or start a new run from its final_model/ with --model_name_or_path and another --output_dir"
@@ -194,7 +194,7 @@ def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) 
         )
 
 
-def _short_identity(identity: str) -> str:
+def short_identity(identity: str) -> str:
     """The first digits of a hash, and the number of records if it is followed by one."""
     digest, _, records = str(identity).partition("-")
     return f"{digest[:12]}, {records} records" if records else digest[:12]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from common import console
 from common.cli import MACHINE_FAULT, UserError
 from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import World
@@ -200,6 +201,9 @@ class Tracker:
     def write(self, row: dict) -> None:
         """Log the numbers of a row of metrics.jsonl, or of any {"step": ..., name: value}."""
 
+    def picture(self, path: Path, step: int) -> None:
+        """Log a PNG."""
+
     def resume(self, metrics: Path) -> None:
         """Called before the first new row. metrics: metrics.jsonl with the rows kept from before the restart."""
 
@@ -219,7 +223,9 @@ class RunLogger:
         self.metrics: JsonLinesLog | None = None  # opened by `begin`
         self.quant_stats: JsonLinesLog | None = None
         self.last_row: dict = {}
-        self._line: Callable[[dict], str] = step_line  # formats a row for the terminal; the task's
+        self._line: Callable[[dict], str] = step_line  # formats a row for the log; the task's
+        self._every = 1
+        self._held_out: float | None = None  # loss of the last evaluation
         self._drawing: threading.Thread | None = None
         self._drawn_at = -DRAW_EVERY_S
 
@@ -235,8 +241,8 @@ class RunLogger:
     @contextmanager
     def progress_bar(self, total: int, done: int) -> Iterator[tqdm]:
         """A bar of the steps, on a terminal; log lines are written above it."""
-        hidden = True if self.flags.disable_tqdm or not self.world.is_main else None  # None: only on a terminal
-        with logging_redirect_tqdm(), tqdm(total=total, initial=done, disable=hidden, unit="step") as bar:
+        hidden = self.flags.disable_tqdm or not self.world.is_main
+        with logging_redirect_tqdm(), console.bar(total, "steps", hidden, initial=done, leave=True) as bar:
             yield bar
 
     def track(self, config: dict, first_row: int | None, anew: bool) -> None:
@@ -250,18 +256,28 @@ class RunLogger:
                 self.tracker = open_tracker(self.flags, config, self.output_dir, first_row, anew)
 
     def begin(
-        self, first_row: int, quant_stats_in: Path | None, step: int, about: dict, line: Callable[[dict], str]
+        self,
+        first_row: int,
+        quant_stats_in: Path | None,
+        step: int,
+        about: dict,
+        line: Callable[[dict], str],
+        terminal_every: int = 1,
     ) -> None:
         """Open the files of rows before the first step.
 
         Rows that will be written again are dropped: those of metrics.jsonl from `first_row` on, those of
-        quant_stats.jsonl beyond `step`. about: the title and labels of the curves; line: formats a row for the
-        terminal.
+        quant_stats.jsonl beyond `step`. about: the title and labels of the curves; line: formats a row for a log that
+        is no terminal's; terminal_every: as of the task.
         """
-        self._line = line
+        self._line, self._every = line, terminal_every
         starts = [start for start in read_run_info(self.output_dir).get("starts", []) if start < first_row]
         write_json(self.output_dir / RUN_INFO, about | {"starts": [*starts, first_row]})
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
+        self._held_out = next(
+            (row["eval_loss"] for row in reversed(read_json_lines(self.output_dir / METRICS)) if "eval_loss" in row),
+            None,
+        )
         self.tracker.resume(self.output_dir / METRICS)
         if quant_stats_in:
             from extras.quant_stats.stats_plan import FILE
@@ -274,8 +290,18 @@ class RunLogger:
             self.metrics.write(row)
             self.last_row = row
             self.tracker.write(row)
-            if "loss" in row:
-                logger.info(self._line(row))
+            self._held_out = row.get("eval_loss", self._held_out)
+            if "loss" in row and (line := self._shown(row)):
+                logger.info("%s", line)
+
+    def _shown(self, row: dict) -> str:
+        """The row's line in the log; at a terminal one that fits, "" between those of every so many steps."""
+        if not console.is_terminal():
+            return self._line(row)
+        step = row["step"]
+        if step % self._every and step not in (1, row["total_steps"]) and "eval_loss" not in row:
+            return ""
+        return console.step_line(row, self._held_out, console.columns() - len("HH:MM:SS "))
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """Write a step's rows of quant_stats.jsonl, if any."""
@@ -301,8 +327,8 @@ class RunLogger:
         with self.world.raise_together():
             if self._drawing is not None:
                 self._drawing.join()
-            if self.world.is_main:
-                draw_curves(self.output_dir)
+            if self.world.is_main and (path := draw_curves(self.output_dir)) and self.last_row:
+                self.tracker.picture(path, self.last_row["step"])
 
     def _draw(self) -> None:
         from extras.curves import draw_curves

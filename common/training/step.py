@@ -35,21 +35,30 @@ class StepPrefetcher:
     all ranks must know if one of them stops, has failed or is to save. An all-reduce of their own would make the host
     wait in every step; only the first step of a run needs it.
 
-    steps: this rank's batches; is_save_due: whether --save_minutes have passed; rank 0 decides.
+    steps: this rank's batches; is_save_due, is_over: whether --save_minutes and --stop_after_minutes have passed;
+    rank 0 decides.
     """
 
-    def __init__(self, steps: Iterator[TrainStep], task: Task, world: World, is_save_due: Callable[[], bool]):
-        self._steps, self._task, self._world, self._is_save_due = steps, task, world, is_save_due
+    def __init__(
+        self,
+        steps: Iterator[TrainStep],
+        task: Task,
+        world: World,
+        is_save_due: Callable[[], bool] = lambda: False,
+        is_over: Callable[[], bool] = lambda: False,
+    ):
+        self._steps, self._task, self._world = steps, task, world
+        self._is_save_due, self._is_over = is_save_due, is_over
         self._data: TrainStep | None = None
         self._failure: Exception | None = None
         self._sums: list[int] = []  # of the prefetched step: counts, stop, failed
         self._waited = 0.0
-        self.save_requested = False  # of the last all-reduce
+        self.save_requested = self.is_over = False  # of the last all-reduce
 
     def prefetch(self, number: int) -> tuple[Tensor, float]:
         """Take this rank's batches of step `number` (from 1) from the loader.
 
-        Returns the values to sum over the ranks and pass to `receive`, float64 [9] on the CPU (exact for counts), and
+        Returns the values to sum over the ranks and pass to `receive`, float64 [10] on the CPU (exact for counts), and
         the seconds waited for the batches. A rank whose data fail or never arrive says so in these values instead of
         raising, so that no rank waits for it.
         """
@@ -66,15 +75,15 @@ class StepPrefetcher:
         self._waited += seconds
         counts = self._task.counts(self._data.micro_batches if self._data else [])
         stop = self._failure is None and (self._data is None or world.stop.requested)
-        save = world.is_main and self._is_save_due()  # by one clock for all ranks
-        values = torch.tensor([*counts, stop, self._failure is not None, save], dtype=torch.float64)
+        save, over = (world.is_main and due() for due in (self._is_save_due, self._is_over))  # one clock for all ranks
+        values = torch.tensor([*counts, stop, self._failure is not None, save, over], dtype=torch.float64)
         # From memory that is not pinned, a copy may wait for the device.
         return values.pin_memory() if world.device.type == "cuda" else values, seconds
 
     def receive(self, sums: list[float]) -> None:
         """The sums over all ranks of what `prefetch` returned."""
-        *self._sums, save = map(int, sums)
-        self.save_requested = bool(save)
+        *self._sums, save, over = map(int, sums)
+        self.save_requested, self.is_over = bool(save), bool(over)
 
     def pop(self, number: int) -> tuple[TrainStep | None, StepCounts]:
         """This rank's batches of step `number` and the counts of the global batch; (None, _) if a rank is to stop.

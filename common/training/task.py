@@ -86,6 +86,7 @@ class Task(ABC, Generic[Arguments, Data]):
     labels: PlotLabels
     data: Data
     tokenizer: Any = None  # of text
+    terminal_every: int = 1  # steps between lines at a terminal, of those that --logging_steps logs
 
     def __init__(self, built: BuiltModel, flags: Arguments, world: World):
         self.built, self.flags, self.world = built, flags, world

@@ -34,6 +34,7 @@ GUIDE_LINE_KEYS = ("loss", "step_loss", "learning_rate")
 class CausalLM(Task[CausalArguments, TextData]):
     """Causal language modelling of text."""
 
+    terminal_every = 10  # the guides' default is to log every step
     labels = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text")
 
     def open(self, evaluates: bool) -> None:
@@ -80,8 +81,10 @@ class CausalLM(Task[CausalArguments, TextData]):
         store = self.data.held_out(split)
         flags = self.flags.data
         collator = causal_batches(flags, self.world.mesh, self._filled_to(flags.held_out_tokens))
-        made = held_out_contexts(flags, store, collator, self.world)
-        return held_out_results(model, made, self.world, prefix, step, self.flags.precision.bf16, "tokens")
+        made, contexts = held_out_contexts(flags, store, collator, self.world)
+        sequences = None if self.flags.log.disable_tqdm else contexts
+        bf16 = self.flags.precision.bf16
+        return held_out_results(model, made, self.world, prefix, step, bf16, "tokens", sequences=sequences)
 
     @staticmethod
     def summary(results: dict) -> str:

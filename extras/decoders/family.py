@@ -24,6 +24,7 @@ from common.models.layers.hf_directory import (
     write_directory,
 )
 from common.models.registry import Family, ModelSpec
+from common.precision.plan import PrecisionFlags
 from extras.decoders.config import DecoderConfig, load_decoder_config
 from extras.decoders.model import DecoderForCausalLM
 
@@ -31,6 +32,8 @@ from extras.decoders.model import DecoderForCausalLM
 #
 # Ours fuse query, key and value into one matrix, gate and up into another, and keep all experts of a layer in one.
 # Mixtral's experts have the names of the Hub's checkpoints, which transformers 4 and 5 both read.
+
+NVFP4_EXPERTS = 128  # what its `split_quantize` asks of rows
 
 # What a checkpoint may keep of constants, by the ends of names.
 _REDUNDANT = ("rotary_emb.inv_freq",)
@@ -121,6 +124,37 @@ def save_decoder(
     write_directory(pieces, export, directory, shard_bytes)
 
 
+def check_context(way: str, layout: str, precision: PrecisionFlags, config: DecoderConfig) -> None:
+    """UserError if a decoder's ranks cannot share packs so. way, layout: --cp_comm_type and --cp_layout."""
+    if way == "a2a":
+        raise UserError("--cp_comm_type a2a: decoders have no all-to-all: choose p2p or all_gather")
+    if layout != "dual_chunk":
+        raise UserError(
+            f"--cp_layout {layout}: causal attention would leave the first ranks little to do: choose dual_chunk"
+        )
+    if config.num_local_experts and precision.fp8 and precision.fp8_recipe == "current":
+        raise UserError(
+            "--fp8_recipe current: with --cp_size a rank may have no token of an expert, whose scale ranks share: "
+            "choose delayed, block or mxfp8"
+        )
+
+
+def check_experts(config: DecoderConfig, flags: PrecisionFlags) -> None:
+    """UserError for what a layer with experts cannot have of the number formats."""
+    if flags.quant_stats:
+        raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
+    if flags.fp8_params:
+        raise UserError(
+            "--fp8_params: not of a layer with experts, whose matrices are parts of one parameter: drop the flag"
+        )
+    for name in ("hidden_size", "intermediate_size"):
+        if flags.fp4 and not flags.emulate_precision and getattr(config, name) % NVFP4_EXPERTS:
+            raise UserError(
+                f"--fp4: Transformer Engine 2.20 casts rows of experts to NVFP4 by {NVFP4_EXPERTS} numbers, and "
+                f"{name} is {getattr(config, name)}: choose a multiple, or add --emulate_precision"
+            )
+
+
 class Decoders(Family):
     task = "clm"
 
@@ -131,18 +165,12 @@ class Decoders(Family):
         flags, bf16 = args.model, args.precision.bf16
         config, remark = flags.decoder_config(args.data.max_seq_length)
         torch_only += args.precision.torch_only()
-        torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         check_device(world.device, bf16, config.head_dim, "torch")  # both backends have torch's attention
-        if world.cp_size > 1 and flags.cp_comm_type == "a2a":
-            raise UserError("--cp_comm_type a2a: decoders have no all-to-all: choose p2p or all_gather")
-        if world.cp_size > 1 and args.data.cp_layout != "dual_chunk":
-            raise UserError(
-                f"--cp_layout {args.data.cp_layout}: causal attention would leave the first ranks little to do: "
-                "choose dual_chunk"
-            )
-        if args.precision.quant_stats and config.num_local_experts:
-            raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
+        if world.cp_size > 1:
+            check_context(flags.cp_comm_type, args.data.cp_layout, args.precision, config)
+        if config.num_local_experts:
+            check_experts(config, args.precision)
         read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
         heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, causal=True)
         attention, kernels = flags.choose_attention(heads, bf16, world)

@@ -21,6 +21,7 @@ from common.models.layers import cpu
 from common.models.layers.attention import has_varlen_kernel, rotate, rotated_attention
 from common.models.layers.context_attention import CpLayout, context_attention
 from common.models.layers.cpu import device_type
+from common.models.layers.grouped import grouped_linear
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
 from common.models.layers.residual import begin as begin  # layers_te has its own
@@ -112,59 +113,54 @@ class FeedForward(nn.Module):
         self.fc1_weight = nn.Parameter(torch.empty(2 * config.intermediate_size, config.hidden_size))
         self.fc2_weight = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
 
-    def forward(self, x: Tensor, layout: CpLayout | None = None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, layout: CpLayout | None = None, tokens: int | None = None) -> tuple[Tensor, None]:
         x = rms_norm(x, self.layer_norm_weight, self.eps)
-        return self.of_normed(x, self.fc1_weight, self.fc2_weight), None
+        return self.of_normed(x, None), None
 
-    def of_normed(self, x: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-        gate, up = self.fc1_matmul(x, fc1, None).chunk(2, dim=-1)
-        return self.fc2_matmul(F.silu(gate) * up, fc2, None)
+    def of_normed(self, x: Tensor, extra: Tensor | None) -> Tensor:
+        """extra: what the matmuls take beside rows and matrix: no bias, or how many rows each expert has."""
+        gate, up = self.fc1_matmul(x, self.fc1_weight, extra).chunk(2, dim=-1)
+        return self.fc2_matmul(F.silu(gate) * up, self.fc2_weight, extra)
 
 
 class Experts(FeedForward):
     """Mixtral's: a router sends each token to the `top` of its experts, whose results count by its probabilities.
 
     The experts' matrices lie one after the other, by rows: strategies shard rows, evenly also where there are more
-    ranks than experts.
+    ranks than experts. Tokens are sorted by expert; no shape depends on what the router chooses.
     """
 
-    matmul_weights = ()  # an expert's part at a time
+    matmul_weights = ()  # rounded at every use
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
         self.experts, self.top = config.num_local_experts, config.num_experts_per_tok
+        self.fc1_matmul = self.fc2_matmul = grouped_linear
         self.gate_weight = nn.Parameter(torch.empty(self.experts, config.hidden_size))
         for name in ("fc1_weight", "fc2_weight"):
             rows, columns = getattr(self, name).shape
             setattr(self, name, nn.Parameter(torch.empty(self.experts * rows, columns)))
 
-    def forward(self, x: Tensor, layout: CpLayout | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, layout: CpLayout | None = None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """[T, hidden] -> the same, and [2, experts] of the router: how often each expert was chosen, and its
-        probabilities summed over tokens; over this rank's real ones where ranks share a pack."""
+        probabilities summed over tokens: over this rank's real ones where ranks share a pack, else over the first
+        `tokens` (None: all)."""
         x = rms_norm(x, self.layer_norm_weight, self.eps)
         with torch.autocast(x.device.type, enabled=False):
             probabilities = F.linear(x, self.gate_weight.to(x.dtype)).softmax(-1)  # [T, experts]
         weights, chosen = probabilities.topk(self.top, dim=-1)  # [T, top]
         weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # assignments by expert
-        tokens, counts = order // self.top, torch.bincount(chosen.flatten(), minlength=self.experts)
-        results = [
-            self.of_normed(part, fc1, fc2)
-            for part, fc1, fc2 in zip(
-                x[tokens].split(counts.tolist()),
-                self.fc1_weight.chunk(self.experts),
-                self.fc2_weight.chunk(self.experts),
-                strict=True,
-            )
-            if len(part)  # quantised matmuls take no empty operand
-        ]
-        result = torch.cat(results)
+        rows = order // self.top  # the token of each
+        result = self.of_normed(x[rows], self._count(chosen))
         result = result * weights.flatten()[order, None].to(result.dtype)
-        if layout is not None:  # padding is of no pack
-            probabilities = probabilities[layout.own]
-            counts = torch.bincount(chosen[layout.own].flatten(), minlength=self.experts)
-        shares = torch.stack((counts.to(probabilities.dtype), probabilities.sum(0)))
-        return torch.zeros_like(x, dtype=result.dtype).index_add(0, tokens, result), shares
+        real = slice(tokens) if layout is None else layout.own  # padding is of no pack
+        shares = torch.stack((self._count(chosen[real]).to(probabilities.dtype), probabilities[real].sum(0)))
+        return torch.zeros_like(x, dtype=result.dtype).index_add(0, rows, result), shares
+
+    def _count(self, chosen: Tensor) -> Tensor:
+        """int64 [experts]: how often each is in `chosen`. Not bincount, whose shape depends on values."""
+        return (chosen.flatten()[:, None] == torch.arange(self.experts, device=chosen.device)).sum(0)
 
 
 class DecoderLayer(nn.Module):
@@ -182,15 +178,16 @@ class DecoderLayer(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
         layout: CpLayout | None = None,
+        tokens: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The stream's two, and what `Experts` tells of its router; None without one. layout: of a pack that ranks
-        share.
+        share. tokens: how many there are before fillers; None: all.
 
         Side by side: Megatron-FSDP looks for tensors in a result, but not in a part of it.
         """
         x = total(stream)
         x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout)
-        more, shares = self.layernorm_mlp(x, layout)
+        more, shares = self.layernorm_mlp(x, layout, tokens)
         return x, more, shares
 
 

@@ -173,7 +173,7 @@ class DecoderForCausalLM(Model):
             x = scatter(x[layout.own], layout, len(x))  # 0 where padded, which then changes no number format's scale
         stream, rotary, shares = self.begin(x), self._rotary(positions), []
         for layer in self.layers.in_turn():
-            *parts, of_router = layer(stream, rotary, cu_seqlens, max_seqlen, layout)
+            *parts, of_router = layer(stream, rotary, cu_seqlens, max_seqlen, layout, tokens if fillers else None)
             stream = Stream(*parts)
             shares.append(of_router)
         x = self.norm(total(stream)[:tokens])

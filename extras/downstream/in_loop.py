@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import Esm2Config
 from common.training.task import Task
 
@@ -16,13 +18,13 @@ class Evaluation(Protocol):
     """Made before training, so that input that cannot be read is reported first."""
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Results by name. model: a stock EsmForMaskedLM (or EsmcForMaskedLM) in eval mode, with eager attention."""
+        """Results by name. model: as of `stock_model`."""
         ...
 
 
-def evaluations(flags: Any, longest: int) -> list[Evaluation]:
-    """Those that the flags (`DownstreamFlags`) ask for. longest: tokens that the model takes. UserError for bad
-    input."""
+def evaluations(flags: Any, longest: int, alphabet: Alphabet = ESM2_TOKENS) -> list[Evaluation]:
+    """Those that the flags (`DownstreamFlags`) ask for. longest: tokens that the model takes; alphabet: its own.
+    UserError for bad input."""
     made: list[Evaluation] = []
     if flags.eval_contacts:
         from extras.downstream.contacts import ContactEvaluation
@@ -31,7 +33,7 @@ def evaluations(flags: Any, longest: int) -> list[Evaluation]:
     if flags.eval_mutations:
         from extras.downstream.mutations import MutationEvaluation
 
-        made.append(MutationEvaluation(flags.eval_mutations, longest))
+        made.append(MutationEvaluation(flags.eval_mutations, longest, alphabet))
     if flags.eval_probe:
         from extras.downstream.probes import ProbeEvaluation
 
@@ -45,13 +47,14 @@ class Downstream:
     def __init__(self, task: Task):
         self.task, self.world, self.made = task, task.world, []
         flags, config = task.flags.downstream, task.built.config
-        if not task.family.stock:
+        alphabet = getattr(task.family, "tokens", None)
+        if not isinstance(alphabet, Alphabet):
             raise UserError(f"{flags.given[0]}: of {config.model_type}; only encoders are evaluated so: drop the flag")
         if flags.eval_contacts and not isinstance(config, Esm2Config):
             raise UserError(f"--eval_contacts: {task.family.title} has no contact head in transformers: drop the flag")
         with self.world.on_main_rank() as is_main:
             if is_main:
-                self.made = evaluations(flags, config.max_position_embeddings - 2)
+                self.made = evaluations(flags, config.max_position_embeddings - 2, alphabet)
 
     def evaluate(self, gather: Callable[[Tensor], Tensor], step: int) -> dict[str, float]:
         """Results of the weights after `step` steps, on all ranks; `gather` makes a parameter whole."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.downstream.results import named_tables
 from extras.inference.encoder import Encoder, EncoderFlags
 from extras.inference.measured import spearman
@@ -25,7 +27,7 @@ from extras.inference.mutation_tables import (
     read_rows,
     variants_of,
 )
-from extras.inference.mutations import Variant, quoted, score, undo
+from extras.inference.mutations import Variant, check_letters, quoted, score, undo
 
 logger = logging.getLogger(__name__)
 MOST = 5000  # rows of a table that are scored
@@ -90,11 +92,12 @@ def read_table(path: Path) -> Table:
 class MutationEvaluation:
     """Of the tables of --eval_mutations."""
 
-    def __init__(self, paths: Sequence[str], longest: int):
-        """longest: tokens of a window. UserError if a table cannot be read."""
+    def __init__(self, paths: Sequence[str], longest: int, alphabet: Alphabet = ESM2_TOKENS):
+        """longest: tokens of a window; alphabet: of the model. UserError if a table cannot be read or scored."""
         self.longest = longest
         self.tables = {name: read_table(path) for name, path in named_tables("--eval_mutations", paths).items()}
         for name, table in self.tables.items():
+            check_letters(table.variants, alphabet)
             logger.info("%s: %s measured variants are evaluated", name, f"{len(table.variants):,}")
 
     def evaluate(self, model: Any) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,21 @@ from common.models.esm2.convert import frequencies, pieces_to_hf, read_pretraine
 from common.models.registry import encoder_family, family_of
 
 
-def stock_model(config: Any, pieces: Iterable[tuple[str, Tensor]], device: torch.device) -> Any:
-    """In fp32 and eval mode, with eager attention, which alone returns attention maps.
+class Tensors(NamedTuple):
+    """In the place of transformers' model, of a family that it has no class for."""
 
-    pieces: transformers' tensors, which need host memory for all of them.
+    config: Any
+    tensors: dict[str, Tensor]
+    device: torch.device
+
+
+def stock_model(config: Any, pieces: Iterable[tuple[str, Tensor]], device: torch.device) -> Any:
+    """In fp32 and eval mode, with eager attention, which alone returns attention maps; or `Tensors`.
+
+    pieces: tensors in the names of an export, which need host memory for all of them.
     """
+    if not family_of(config.model_type).stock:
+        return Tensors(config, {name: tensor.detach().cpu() for name, tensor in pieces}, device)
     import transformers
     from transformers.utils.logging import disable_progress_bar
 

@@ -7,15 +7,15 @@ multiple of 256.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from common.cli import UserError, one_line
-from common.files.json_files import check_type, shorten
+from common.files.json_files import shorten
 from common.models.esm2.alphabet import TOKENS as ESM2_TOKENS
 from common.models.layers import hf_directory
-from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, read_config
+from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, fields_of, read_config
 
 # ESM-2's, but for the chain break: the ids of residues, <mask> and the like are the same.
 TOKENS = tuple("|" if token == "<null_1>" else token for token in ESM2_TOKENS)
@@ -63,11 +63,8 @@ class EsmcConfig:
     @classmethod
     def of(cls, content: dict[str, Any]) -> EsmcConfig:
         """From the content of a config.json. ValueError if it is malformed."""
-        known = {f.name: str(f.type) for f in fields(cls) if f.name != "others"}
-        for name in known.keys() & content.keys():
-            check_type(name, content[name], known[name])
-        config = cls(**{name: value for name, value in content.items() if name in known})
-        others = {name: value for name, value in content.items() if name not in known}
+        values, others = fields_of(cls, content)
+        config = cls(**values)
         # Both follow from the fields above, which --config_overrides may change.
         derived = {"num_key_value_heads": config.num_attention_heads}
         derived["head_dim"] = config.hidden_size // max(1, config.num_attention_heads)

@@ -17,10 +17,19 @@ from common.models.esm2.config import override
 from common.models.esm2.family import check_context, choose_residual
 from common.models.layers.backend import STOCK, Heads, check_device, choose_backend
 from common.models.layers.hf_directory import Training
+from common.models.layers.residual import Model
 from common.models.registry import Family, ModelSpec
 from extras.esmc.config import ALPHABET, ESMC_SIZES, EsmcConfig, check_supported, load_config
 from extras.esmc.convert import pieces_from_hf, pieces_to_hf, read_pretrained, save_pretrained, write_tokenizer
 from extras.esmc.model import EsmcForMaskedLM
+
+
+def swiglu_flops(config: Any, ffn: int, head: int, tokens: int, squared_lengths: int, targets: int) -> float:
+    """As Family.flops, of layers with SwiGLU. ffn: its width; head: weights of the LM head."""
+    hidden = config.hidden_size
+    per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 3 * hidden * ffn)
+    attention = 4 * config.num_hidden_layers * hidden * squared_lengths
+    return 3.0 * (per_token * tokens + attention + 2 * targets * head)
 
 
 class Esmc(Family):
@@ -28,6 +37,8 @@ class Esmc(Family):
     tokens = ESM2_TOKENS  # the ids that reading and masking need are ESM-2's
     title, published = "ESM C", tuple(ESMC_SIZES)
     stock, lora_targets = "Esmc", "q_proj,k_proj,v_proj"
+    model: Any = EsmcForMaskedLM
+    check = staticmethod(check_supported)  # of a configuration
 
     def load_config(self, name: str) -> EsmcConfig:
         return load_config(name)
@@ -36,12 +47,12 @@ class Esmc(Family):
         flags, bf16 = args.model, args.precision.bf16
         of_esm2 = {"gelu": flags.gelu, "fused_gelu": flags.fused_gelu, "tokenizer_name": flags.tokenizer_name}
         for name in (name for name, given in of_esm2.items() if given):
-            raise UserError(f"--{name}: is of ESM-2 only, and this is ESM C: drop the flag")
+            raise UserError(f"--{name}: is of ESM-2 only, and this is {self.title}: drop the flag")
         if flags.backend in STOCK:
             raise UserError(f"--backend {flags.backend}: is of ESM-2 only: choose auto, te, torch")
-        config = load_config(flags.config_name or flags.model_name_or_path)
+        config = self.load_config(flags.config_name or flags.model_name_or_path)
         if flags.config_overrides:
-            config = override(config, flags.config_overrides, check_supported)
+            config = override(config, flags.config_overrides, self.check)
         torch_only += args.precision.torch_only()
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         heads = config.num_attention_heads
@@ -52,23 +63,21 @@ class Esmc(Family):
         remarks = (f"Backend: {backend} ({why})", *([kernels] if kernels else []))
         bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
         residual = torch.bfloat16 if bf16_residual else torch.float32
-        make = partial(EsmcForMaskedLM, config, backend, residual)
+        make = partial(self.model, config, backend, residual)
         read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
         return ModelSpec(config, backend, why, "", remarks, make, read, attention, bf16_residual)
 
     def read(self, name: str, config: EsmcConfig) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
         return read_pretrained(name, config)
 
-    def make(self, config: EsmcConfig) -> EsmcForMaskedLM:
-        return EsmcForMaskedLM(config)
+    def make(self, config: EsmcConfig) -> Model:
+        return self.model(config)
 
     def flops(self, config: EsmcConfig, tokens: int, squared_lengths: int, targets: int) -> float:
         """The LM head runs on the masked positions only."""
         hidden, ffn = config.hidden_size, config.intermediate_size
-        per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 3 * hidden * ffn)
-        attention = 4 * config.num_hidden_layers * hidden * squared_lengths
-        head = 2 * targets * (hidden * hidden + hidden * config.vocab_size)
-        return 3.0 * (per_token * tokens + attention + head)
+        head = hidden * hidden + hidden * config.vocab_size
+        return swiglu_flops(config, ffn, head, tokens, squared_lengths, targets)
 
     def to_hf(
         self, get: Callable[[str], Tensor], config: EsmcConfig, extras: dict[str, Tensor]

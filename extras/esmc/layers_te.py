@@ -24,6 +24,19 @@ begin = total  # these layers add up themselves
 prepare = layers.prepare
 
 
+def use_te(layer: Any, number: int, hidden: int, ffn: int, normalization: str, eps: float) -> None:
+    """Put Transformer Engine's modules, without biases, in the place of a layer's norms, matmuls and SwiGLU."""
+    name = f"encoder.layers.{number}"  # as ESM-2's: statistics are asked for, and logged, by it
+    common = {"bias": False, "params_dtype": torch.float32, "device": "meta"}  # layers.initialise fills them
+    norm, attention = {"normalization": normalization, "eps": eps}, layer.self_attention
+    qkv = f"{name}.self_attention.layernorm_linear_qkv"
+    attention.layernorm_qkv = te.LayerNormLinear(hidden, 3 * hidden, **norm, **common, name=qkv)
+    attention.proj = te.Linear(hidden, hidden, **common, name=f"{name}.self_attention.proj")
+    layer.layernorm_mlp = te.LayerNormMLP(
+        hidden, ffn, **norm, **common, activation="swiglu", name=f"{name}.layernorm_mlp"
+    )
+
+
 class TransformerLayer(layers.TransformerLayer):
     """The stream [T, hidden] -> the same, fp32 under autocast; nothing left to add."""
 
@@ -31,16 +44,7 @@ class TransformerLayer(layers.TransformerLayer):
 
     def __init__(self, config: EsmcConfig, number: int = 0):
         super().__init__(config, number)
-        hidden, attention = config.hidden_size, self.self_attention
-        name = f"encoder.layers.{number}"  # as ESM-2's: statistics are asked for, and logged, by it
-        common = {"bias": False, "params_dtype": torch.float32, "device": "meta"}  # layers.initialise fills them
-        norm = {"normalization": "LayerNorm", "eps": config.layer_norm_eps}
-        qkv = f"{name}.self_attention.layernorm_linear_qkv"
-        attention.layernorm_qkv = te.LayerNormLinear(hidden, 3 * hidden, **norm, **common, name=qkv)
-        attention.proj = te.Linear(hidden, hidden, **common, name=f"{name}.self_attention.proj")
-        self.layernorm_mlp = te.LayerNormMLP(
-            hidden, config.intermediate_size, **norm, **common, activation="swiglu", name=f"{name}.layernorm_mlp"
-        )
+        use_te(self, number, config.hidden_size, config.intermediate_size, "LayerNorm", config.layer_norm_eps)
 
     def forward(self, *inputs: Any) -> Tensor:
         return total(super().forward(*inputs))

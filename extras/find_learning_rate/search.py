@@ -108,7 +108,7 @@ class Search:
         tokens = skipped = 0
         diverged = is_last = False
         with closing(iter(loader)) as batches:
-            prefetcher = StepPrefetcher(batches, task, world, lambda: False)
+            prefetcher = StepPrefetcher(batches, task, world)
             for step in range(steps):
                 data, counts = prefetcher.pop(step + 1)
                 if data is None:

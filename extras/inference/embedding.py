@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from common.cli import UserError
+from common.console import slow_bar
+from common.data.alphabet import Alphabet
 from common.distributed.world import World
 from common.files.json_files import content_hash
 from common.flags import Missing, flag
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.hf_directory import model_files, model_hash
 from common.models.registry import encoder_family
 from extras.export import exported
@@ -132,12 +133,17 @@ def proteins_of(fasta: str) -> Iterator[Protein]:
         yield name.decode(), text
 
 
+def alphabet_of(args: EmbeddingFlags) -> Alphabet:
+    tokens = encoder_family(str(args.model_name_or_path)).tokens
+    return tokens if isinstance(tokens, Alphabet) else ESM2_TOKENS  # Encoder refuses it
+
+
 def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: dict) -> tuple[Encoder, Totals]:
     """Load the model and count the input, on all ranks together. build: on rank 0 only."""
     counts = None
     with world.on_main_rank() as is_main:
         if is_main:
-            counts = build.done(INPUT) or asdict(look_through(args.fasta))
+            counts = build.done(INPUT) or asdict(look_through(args.fasta, alphabet_of(args)))
     totals = Totals(**world.broadcast_object(counts))
     if world.is_main:
         totals.report(f"--fasta {args.fasta}")
@@ -152,19 +158,25 @@ def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: di
 
 
 def make_parts(
-    args: EmbeddingFlags, world: World, encoder: Encoder, directory: Path, facts: Facts, proteins: int
+    args: EmbeddingFlags, world: World, encoder: Encoder, directory: Path, facts: Facts, totals: Totals
 ) -> None:
     """Make this rank's parts, every `world.size`th, except those that exist."""
-    interval = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(unit=" tokens", unit_scale=True, mininterval=interval, disable=not world.is_main) as bar:
-        seen = 0
+    with slow_bar(totals.residues, "residues", not world.is_main) as bar:
+        seen, residues = 0, 0
+
+        def done(end: int, tokens: int) -> None:
+            bar.update(max(0, min(tokens, end - bar.n)))  # tokens are more than residues: windows overlap
+
         for number, part in enumerate(in_parts(proteins_of(args.fasta), args.proteins_per_part)):
             path = part_path(directory, number)
+            residues += sum(len(text) for _, text in part)
             if number % world.size == world.rank and not is_made(path, part, facts):
                 pooling, layers = None if args.per_residue else args.pooling, args.repr_layers or ()
-                write_part(table(part, embed(encoder, part, bar.update, pooling, layers), facts, layers), path)
+                embedded = embed(encoder, part, partial(done, residues), pooling, layers)
+                write_part(table(part, embedded, facts, layers), path)
+            bar.update(residues - bar.n)  # with those of parts that exist, or that other ranks make
             seen += len(part)
-            bar.set_postfix_str(f"{seen:,} of {proteins:,} proteins", refresh=False)
+            bar.set_postfix_str(f"{seen:,} of {totals.proteins:,} proteins", refresh=False)
 
 
 def embed_all(args: EmbeddingFlags, world: World) -> None:
@@ -210,7 +222,7 @@ def embed_with(args: EmbeddingFlags, world: World) -> None:
                 hold_work(parent)
         encoder, totals = begin(args, world, build, made_from)
         # Outside `raise_together`: a rank that fails ends at once, not when the others are done.
-        make_parts(args, world, encoder, directory, facts, totals.proteins)
+        make_parts(args, world, encoder, directory, facts, totals)
         world.watch.mark("waiting for the other ranks", 0)
         with world.raise_together():
             pass

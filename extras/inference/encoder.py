@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
 from common.files.hashing import hash_bytes
 from common.files.json_files import replace_flushed
 from common.flags import Flags, Missing, flag
-from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
+from common.models.esm2.alphabet import BYTE_TO_ID, ESM2_TOKENS, UNK
 from common.models.layers.residual import total
 from common.models.registry import encoder_family, family_of
 from extras.sources.fasta import read_fasta_lines
@@ -73,23 +74,26 @@ class Totals:
             logger.warning("%s: %s ids are repeated: each gets a row", where, f"{self.duplicates:,}")
 
 
-def look_through(fasta: str) -> Totals:
+def look_through(fasta: str, alphabet: Alphabet = ESM2_TOKENS) -> Totals:
     """Read the whole file once and count, with the checks of training (extras.sources.records).
 
-    UserError for any invalid record, and for text that is not protein. Takes 8 bytes of memory a protein.
+    alphabet: of the model, whose unknown characters are counted. UserError for any invalid record, and for text that
+    is not protein. Takes 8 bytes of memory a protein.
     """
     where = f"--fasta {fasta}"
-    totals, ids = Totals(), []
+    totals, ids, strange = Totals(), [], 0
     for lines in read_fasta_lines(fasta):
         rows = columns(lines)
         data, offsets = clean(*characters(rows.column("text")), where)
-        unknown = np.add.reduceat(BYTE_TO_ID[data] == UNK, offsets[:-1], dtype=np.int64)  # texts are not empty
+        is_unknown = alphabet.byte_to_id[data] == alphabet.unknown
+        unknown = np.add.reduceat(is_unknown, offsets[:-1], dtype=np.int64)  # texts are not empty
+        strange += int((BYTE_TO_ID[data[is_unknown]] == UNK).sum())
         totals.proteins += rows.num_rows
         totals.residues += len(data)
         totals.unknown += int(unknown.sum())
         totals.with_unknown += int(np.count_nonzero(unknown))
         ids.append(hash_bytes(*characters(rows.column("id"))))
-    check_residues(where, totals.unknown, totals.residues)
+    check_residues(where, strange, totals.residues)
     totals.duplicates = totals.proteins - len(np.unique(np.concatenate(ids)))
     return totals
 
@@ -107,7 +111,7 @@ class EncoderFlags(Flags):
 
     model_name_or_path: str | None = flag(
         None,
-        "A run's output directory, a checkpoint, or any directory or Hub name of an ESM-2 or ESM C.",
+        "A run's output directory, a checkpoint, or any directory or Hub name of an ESM-2, ESM C or AMPLIFY.",
     )
     max_seq_length: int = flag(
         1024, "Tokens, <cls> and <eos> included; longer proteins are split into overlapping windows."
@@ -129,8 +133,8 @@ class Encoder:
     """A model with its weights, on a GPU if there is one.
 
     device: of this rank, if several share a machine; stock: transformers' model whose weights to take, in place of
-    those that the flags name. UserError for weights that are missing, damaged or not finite, and for a vocabulary
-    other than ESM-2's.
+    those that the flags name. UserError for weights that are missing, damaged or not finite, and for a family whose
+    vocabulary has no letters. alphabet: of its token ids.
     """
 
     def __init__(self, flags: EncoderFlags, device: torch.device | None = None, stock: Any = None):
@@ -144,6 +148,9 @@ class Encoder:
         else:
             family = family_of(stock.config.model_type)
             config, pieces = family.of_stock(stock)
+        if not isinstance(family.tokens, Alphabet):
+            raise UserError(f"{flags.model_name_or_path}: its family has no letters to encode proteins with")
+        self.alphabet: Alphabet = family.tokens
         with torch.device("meta"):
             self.model: Any = family.make(config)
         self.model.to_empty(device=self.device).eval()
@@ -198,7 +205,7 @@ class Encoder:
         done: Progress = lambda tokens: None,
         at: Sequence[np.ndarray] | None = None,
     ) -> list[Tensor]:
-        """Logits of ESM-2's 33 tokens, fp32 [length, 33] for token ids uint8 [length]; of ESM C [length, 64].
+        """Logits of ESM-2's 33 tokens, fp32 [length, 33] for token ids uint8 [length]; ESM C has 64, AMPLIFY 27.
 
         done: as above; at: the indices of each sequence's tokens [n] whose logits are wanted, [n, 33].
         """
@@ -242,7 +249,7 @@ class Encoder:
         return results
 
     def _refuse(self, sequence: np.ndarray) -> None:
-        begins = "".join(TOKENS[token] for token in sequence[1:21])
+        begins = "".join(self.alphabet.letters[token] for token in sequence[1:21])
         raise UserError(
             f"{self.flags.model_name_or_path}: gives NaN or infinity for the sequence {begins}... of {len(sequence)} "
             "tokens: try it without --bf16, or take another checkpoint"
@@ -269,7 +276,9 @@ def embed(
     """
     longest = encoder.flags.max_seq_length - 2
     parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text), longest)]
-    outputs = encoder.hidden([encode(window.residues_of(proteins[n][1])) for n, window in parts], done, layers)
+    outputs = encoder.hidden(
+        [encoder.alphabet.encode(window.residues_of(proteins[n][1])) for n, window in parts], done, layers
+    )
     pieces: list[list[Tensor]] = [[] for _ in proteins]
     for (n, window), hidden in zip(parts, outputs, strict=True):
         pieces[n].append(hidden[0] if pooling == "cls" else hidden[1 + window.begin : 1 + window.end])

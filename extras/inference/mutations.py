@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.models.esm2.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS, encode
+from common.data.alphabet import Alphabet
+from common.models.esm2.alphabet import BYTE_TO_ID, ESM2_TOKENS, STANDARD_RESIDUES, TOKENS
 from extras.inference.encoder import Encoder, Progress, Window, in_parts, windows
 
 GROUP = 256  # sequences whose logits are in memory at a time
@@ -36,7 +37,7 @@ QUOTED = 40  # characters of a cell in an error
 
 
 class Mutation(NamedTuple):
-    """`A24G`: letters as token ids, position from 0."""
+    """`A24G`: letters as ESM-2's token ids, whatever the model; position from 0."""
 
     wild: int
     position: int
@@ -164,16 +165,32 @@ def undo(text: str, mutated: str, where: str, first_residue: int = 1) -> bytes:
     return "".join(letters).encode("latin-1", "replace")
 
 
+def check_letters(variants: Sequence[Variant], alphabet: Alphabet) -> None:
+    """UserError for a mutation of, or to, a residue that the model's alphabet lacks."""
+    lacks = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size)) == alphabet.unknown
+    for mutation in (mutation for variant in variants for mutation in variant.mutations):
+        for token in (mutation.wild, mutation.mutant):
+            if lacks[token]:
+                name = f"{TOKENS[mutation.wild]}{mutation.position + 1}{TOKENS[mutation.mutant]}"
+                raise UserError(f"{name}: the model's alphabet has no {TOKENS[token]}: leave this mutation out")
+
+
 Key = tuple[bytes, int]  # a protein and a position in it
 
 
 def log_probabilities(
-    encoder: Encoder, positions: Iterable[Key], masked: bool, done: Progress = lambda tokens: None
+    encoder: Encoder,
+    positions: Iterable[Key],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
 ) -> dict[Key, np.ndarray]:
-    """{(protein, position): log-probabilities of the 33 tokens there, float64 [33]}.
+    """{(protein, position): log-probabilities of the 33 tokens of ESM-2 there, float64 [33]}; NaN for those that the
+    model's alphabet lacks.
 
     Each position is read in the window whose centre is nearest. masked: one pass per position, with it masked; else
-    one pass per window, with nothing masked. done: as in `Encoder.logits`.
+    one pass per window, with nothing masked. done: as in `Encoder.logits`; planned: called first, with the number
+    of tokens to come.
     """
     of_protein: dict[bytes, set[int]] = {}
     for protein, position in positions:
@@ -185,21 +202,32 @@ def log_probabilities(
         for position in sorted(wanted):
             window = parts[bisect_right(ends, position)]
             passes.setdefault(Pass(protein, window, position if masked else None), []).append(position)
+    planned(sum(key.window.length + 2 for key in passes))
     found: dict[Key, np.ndarray] = {}
+    alphabet = encoder.alphabet
     for group in in_parts(passes, GROUP):
         at = [np.array(passes[key]) + 1 - key.window.start for key in group]
-        for key, logits in zip(group, encoder.logits([_tokens(key) for key in group], done, at), strict=True):
+        tokens = [_tokens(key, alphabet) for key in group]
+        for key, logits in zip(group, encoder.logits(tokens, done, at), strict=True):
             rows = torch.log_softmax(logits.double(), -1).numpy()
+            if alphabet.prepared is not None:
+                ids = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size))
+                rows = np.where(ids == alphabet.unknown, np.nan, rows[:, ids])
             found |= {(key.protein, position): row for position, row in zip(passes[key], rows, strict=True)}
     return found
 
 
 def score(
-    encoder: Encoder, variants: Sequence[Variant], masked: bool, done: Progress = lambda tokens: None
+    encoder: Encoder,
+    variants: Sequence[Variant],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
 ) -> list[float]:
     """The variants' scores: the sums of log p(mutant) - log p(wild type), as of `log_probabilities`."""
+    check_letters(variants, encoder.alphabet)
     wanted = ((protein, mutation.position) for protein, mutations in variants for mutation in mutations)
-    log_p = log_probabilities(encoder, wanted, masked, done)
+    log_p = log_probabilities(encoder, wanted, masked, done, planned)
 
     def of(protein: bytes, mutation: Mutation) -> float:
         row = log_p[protein, mutation.position]
@@ -209,7 +237,11 @@ def score(
 
 
 def single_mutants(
-    encoder: Encoder, proteins: Iterable[bytes], masked: bool, done: Progress = lambda tokens: None
+    encoder: Encoder,
+    proteins: Iterable[bytes],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
 ) -> list[np.ndarray]:
     """The scores of all single mutants of each protein, float64 [length, 20] in the order of `RESIDUES`; NaN where the
     wild type is no amino acid."""
@@ -217,7 +249,7 @@ def single_mutants(
     wild = {protein: BYTE_TO_ID[np.frombuffer(protein, np.uint8)] for protein in proteins}
     known = {protein: np.isin(ids, list(WILD_TYPES)) for protein, ids in wild.items()}
     wanted = ((protein, int(n)) for protein, is_known in known.items() for n in np.flatnonzero(is_known))
-    log_p = log_probabilities(encoder, wanted, masked, done)
+    log_p = log_probabilities(encoder, wanted, masked, done, planned)
     columns = [int(BYTE_TO_ID[ord(letter)]) for letter in RESIDUES]
     found = []
     for protein in proteins:
@@ -229,8 +261,8 @@ def single_mutants(
     return found
 
 
-def _tokens(key: Pass) -> np.ndarray:
-    tokens = encode(key.window.residues_of(key.protein))
+def _tokens(key: Pass, alphabet: Alphabet) -> np.ndarray:
+    tokens = alphabet.encode(key.window.residues_of(key.protein))
     if key.masked is not None:
-        tokens[1 + key.masked - key.window.start] = MASK
+        tokens[1 + key.masked - key.window.start] = alphabet.mask
     return tokens

@@ -42,7 +42,7 @@ STRAND_STEP, SHEETS_APART = 3.4, 7.5  # angstrom: residues along a strand; sheet
 # row without it does not. So a model has to look at each.
 COUPLED = {(0, 1): 2.0, (1, 2): 1.6, (2, 3): 2.0, (4, 5): 2.0, (5, 6): 1.6, (6, 7): 2.0}
 COUPLED |= {(0, 4): 2.0, (1, 5): -2.8, (2, 6): 2.8, (3, 7): -2.0}
-POTTS_MEMBERS, POTTS_STRUCTURES = 4000, 5  # of each family; the second are further ones
+POTTS_MEMBERS, POTTS_STRUCTURES = 16000, 5  # of each family; the second are further ones
 
 
 def letters(residues: np.ndarray) -> str:

@@ -15,12 +15,13 @@ import numpy as np
 
 from common.cli import UserError
 from common.data import TokenSet
+from common.data.alphabet import Alphabet
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import Makers, PreparedData, ProteinData
 from common.distributed.world import World
-from common.models.esm2.alphabet import UNK, encode_many
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.dataset import (
     Content,
     File,
@@ -53,19 +54,25 @@ SAMPLE_TOKENS = SAMPLE_RECORDS * LONG_PROTEIN  # or fewer records: files may beg
 class MemoryStore:
     """Proteins in memory, with the interface of a TokenStore: the held-out proteins of streamed files.
 
-    Token ids of n records, end to end: ids uint8 [T], offsets int64 [n + 1].
+    Token ids of n records, end to end: ids uint8 [T], offsets int64 [n + 1]. alphabet: of the ids.
     """
 
-    def __init__(self, ids: np.ndarray, offsets: np.ndarray):
-        self.ids, self.offsets = ids, offsets
+    def __init__(self, ids: np.ndarray, offsets: np.ndarray, alphabet: Alphabet = ESM2_TOKENS):
+        self.ids, self.offsets, self.alphabet = ids, offsets, alphabet
 
     @classmethod
-    def read(cls, files: tuple[File, ...], max_records: int, max_tokens: float = math.inf) -> MemoryStore:
+    def read(
+        cls,
+        files: tuple[File, ...],
+        max_records: int,
+        max_tokens: float = math.inf,
+        alphabet: Alphabet = ESM2_TOKENS,
+    ) -> MemoryStore:
         """The first `max_records` proteins of some files, empty rows left out; fewer once they have `max_tokens`."""
         ids, lengths, missing = [], [], max_records
         sequences = (block for unit in units_of(files, wanted=1) for block in read_sequences(unit, 0))
         for characters, offsets in sequences:
-            proteins, offsets = encode_many(characters, offsets)
+            proteins, offsets = alphabet.encode_many(characters, offsets)
             sizes = np.diff(offsets)
             kept = sizes > 2  # not only <cls> and <eos>
             kept &= np.cumsum(kept) <= missing
@@ -76,11 +83,11 @@ class MemoryStore:
             if not missing or max_tokens <= 0:
                 break
         offsets = np.append(0, np.cumsum(np.concatenate(lengths or [np.zeros(0, np.int64)])))
-        return cls(np.concatenate(ids or [np.zeros(0, np.uint8)]), offsets)
+        return cls(np.concatenate(ids or [np.zeros(0, np.uint8)]), offsets, alphabet)
 
     def unknown(self) -> tuple[int, int]:
         """Number of unknown residues, and of the records that have one."""
-        positions = np.flatnonzero(self.ids == UNK)
+        positions = np.flatnonzero(self.ids == self.alphabet.unknown)
         return len(positions), len(np.unique(np.searchsorted(self.offsets, positions, side="right")))
 
     def __len__(self) -> int:
@@ -100,15 +107,15 @@ class MemoryStore:
 class HeldOutFiles:
     """The files of each split; the first proteins of a split are read into memory once."""
 
-    def __init__(self, splits: dict[str, tuple[File, ...]], max_records: int | None):
-        self.splits, self.max_records = splits, max_records or HELD_OUT_RECORDS
+    def __init__(self, splits: dict[str, tuple[File, ...]], max_records: int | None, alphabet: Alphabet):
+        self.splits, self.max_records, self.alphabet = splits, max_records or HELD_OUT_RECORDS, alphabet
         self._stores: dict[str, MemoryStore | None] = {}
 
     def read(self, split: str) -> MemoryStore | None:
         """None if the split is absent or has no protein."""
         if split not in self._stores:
             files = self.splits.get(split)
-            store = MemoryStore.read(files, self.max_records) if files else None
+            store = MemoryStore.read(files, self.max_records, alphabet=self.alphabet) if files else None
             self._stores[split] = store if store is not None and len(store) else None
             if store is not None and (unknown := store.unknown())[0]:
                 logger.warning(
@@ -144,12 +151,12 @@ class StreamedData:
 class StreamedProteins(StreamedData):
     """Proteins of a source. records: estimated number in an epoch (`count_records`)."""
 
-    def __init__(self, flags: DataFlags, source: Source, records: int):
+    def __init__(self, flags: DataFlags, source: Source, records: int, alphabet: Alphabet):
         super().__init__(flags)
-        self.source, self.records = source, max(1, records)
+        self.source, self.records, self.alphabet = source, max(1, records), alphabet
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         self.identity = {"dataset": source.identity("train")} | self.packing
-        self._files = HeldOutFiles(source.splits, flags.max_eval_samples)
+        self._files = HeldOutFiles(source.splits, flags.max_eval_samples, alphabet)
 
     def epochs(self, sequences: int) -> float:
         return sequences / self.records
@@ -158,7 +165,8 @@ class StreamedProteins(StreamedData):
         return {"dataset": self.source.earlier_identity("train")[:16]}
 
     def order(self, packs_per_step: PacksPerStep) -> Order:
-        plan = plan_streams(self.source.splits["train"], packs_per_step.most, **self.packing)
+        files = self.source.splits["train"]
+        plan = plan_streams(files, packs_per_step.most, alphabet=self.alphabet, **self.packing)
         counts = (self.source.name, len(plan.units), plan.num_streams)
         logger.info("Streaming %s: files or row groups: %d, streams: %d", *counts)
         return StreamedOrder(plan, packs_per_step)
@@ -177,14 +185,21 @@ class StreamedProteins(StreamedData):
             )
 
     def sample(self) -> MemoryStore:
-        return MemoryStore.read(self.source.splits["train"], SAMPLE_RECORDS, SAMPLE_TOKENS)
+        return MemoryStore.read(self.source.splits["train"], SAMPLE_RECORDS, SAMPLE_TOKENS, self.alphabet)
 
 
 def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers) -> ProteinData:
     """As common.data.training_data.open_data, for --dataset or --eval_dataset; collective.
 
-    One rank finds, or makes, the files for all: the Hub limits the rate of requests.
+    One rank finds, or makes, the files for all: the Hub limits the rate of requests. UserError for tokens without
+    letters.
     """
+    if not isinstance(tokens, Alphabet):
+        given = f"--dataset {flags.dataset}" if flags.dataset else f"--eval_dataset {flags.eval_dataset}"
+        raise UserError(
+            f"{given}: files are tokenised with ESM-2's alphabet or one that the family gives, and this one gives "
+            "none: give --dataset_dir alone, tokenised with the model's own"
+        )
     source, records = None, 0
     with world.on_main_rank() as is_main:
         if is_main:
@@ -198,9 +213,9 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
         if world.local_rank == 0:
             check_same_files(source)
         if flags.dataset:
-            data = StreamedProteins(flags, source, records)
+            data = StreamedProteins(flags, source, records, tokens)
         else:
-            files = HeldOutFiles(source.splits, flags.max_eval_samples)
+            files = HeldOutFiles(source.splits, flags.max_eval_samples, tokens)
             data = PreparedData(flags, tokens, partial(files.read, "validation"))
         if evaluate:
             data.check_validation()

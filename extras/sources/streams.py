@@ -21,11 +21,12 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
 from common.data.crops import Pack, Window, crop, plan_window
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
-from common.models.esm2.alphabet import encode_many
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.dataset import File
 from extras.sources.sequence_files import ROW_BITS, Unit, read_sequences, units_of
 
@@ -131,8 +132,16 @@ class Block(NamedTuple):
     end: int  # the next row
 
     @classmethod
-    def encode(cls, index: int, share: UnitShare, first: int, characters: np.ndarray, offsets: np.ndarray) -> Block:
-        ids, offsets = encode_many(characters, offsets)
+    def encode(
+        cls,
+        index: int,
+        share: UnitShare,
+        first: int,
+        characters: np.ndarray,
+        offsets: np.ndarray,
+        alphabet: Alphabet,
+    ) -> Block:
+        ids, offsets = alphabet.encode_many(characters, offsets)
         rows = np.arange(first, first + len(offsets) - 1)
         if share.parts > 1:
             own, lengths = rows % share.parts == share.part, np.diff(offsets)
@@ -219,6 +228,7 @@ class StreamPlan(StreamAssignment):
     max_seq_length: int
     tokens_per_pack: int | None = None
     sequences_per_pack: int | None = None
+    alphabet: Alphabet = ESM2_TOKENS
 
     @property
     def window_records(self) -> int:
@@ -314,7 +324,7 @@ class Stream:
                 continue
             row = first_row if index == first_unit else 0
             for characters, offsets in read_sequences(plan.units[share.unit], row):
-                block = Block.encode(index, share, row, characters, offsets)
+                block = Block.encode(index, share, row, characters, offsets, plan.alphabet)
                 yield block.cropped(plan.seed, epoch, plan.max_seq_length)
                 row += len(offsets) - 1
 

@@ -142,11 +142,15 @@ def _no_held_out(flags: TextFlags) -> str:
     return f"{where}: no text in a split {flags.val_split}: {ways}"
 
 
-def held_out_contexts(flags: TextFlags, store: TextStore | TextMemory, collator: Collator, world: World) -> Generator:
-    """This rank's batches of the first contexts of a held-out store, the same ones for any number of ranks."""
+def held_out_contexts(
+    flags: TextFlags, store: TextStore | TextMemory, collator: Collator, world: World
+) -> tuple[Generator, int]:
+    """(this rank's batches of the first contexts of a held-out store, the same ones for any number of ranks; the
+    number of contexts)."""
     size = (flags.max_seq_length, flags.per_device_eval_batch_size)
     plan = ContextPlan(store, EVAL_SEED, *size, shuffle=False, most_contexts=flags.held_out_contexts)
-    return evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world.device))
+    batches = evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world.device))
+    return batches, plan.num_contexts
 
 
 def _packing(flags: TextFlags, tokenizer: Tokenizer) -> dict:

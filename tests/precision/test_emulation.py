@@ -15,6 +15,8 @@ from common.precision import plan as precision_plan
 from common.precision.emulation import Emulation
 from common.precision.formats import hadamard_matrix
 from common.precision.plan import PrecisionFlags
+from extras.decoders.config import DecoderConfig
+from extras.decoders.model import DecoderForCausalLM
 from tests.precision import format_reference as reference
 from tests.training_fixtures import TINY_OVERRIDES, losses, train
 
@@ -227,6 +229,26 @@ def test_delayed_scales_follow_amax_history(algorithm):
     untouched = torch.ones(len(emulation.state["scale"]), dtype=torch.bool)
     untouched[columns] = False
     assert (emulation.state["scale"][untouched] == 1).all()
+
+
+def test_emulated_experts_have_scales_of_their_own():
+    """As in Transformer Engine, an expert without tokens too: its weight's counts, and its input's stays."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = DecoderConfig("mixtral", 32, **sizes, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=1)
+    model = DecoderForCausalLM(config)
+    emulation = Emulation(model, (precision_plan.DelayedScaling(),) * 2, seed=1)
+    assert emulation.state["scale"].shape == (2 * (2 + 2 * 3) * 3,)
+    weight = torch.randn(3 * 64, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = (torch.arange(1, 10.0)[:, None] * torch.ones(16)).requires_grad_()
+    emulation.begin_pack(0, 0)
+    y = model.layers[1].layernorm_mlp.fc1_matmul(x, weight, torch.tensor([4, 0, 5]))
+    assert y.shape == (9, 64)
+    y.backward(torch.ones_like(y) * x.detach()[:, :1])
+    emulation.end_step(ALONE, skipped=False)
+    fc1_of_layer = emulation.state["amax_history"][0].view(2, 8, 3)[1, 2:5]
+    largest = [part.abs().max().item() for part in weight.chunk(3)]
+    assert fc1_of_layer.tolist() == [[4.0, largest[0], 4.0], [0.0, largest[1], 0.0], [9.0, largest[2], 9.0]]
+    assert not weight.grad.chunk(3)[1].any()
 
 
 def test_delayed_scales_are_unchanged_by_evaluation():

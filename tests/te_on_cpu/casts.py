@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.precision import format_reference as formats
-from tests.te_on_cpu.contracts import check_cast
+from tests.te_on_cpu.contracts import check_cast, check_splits
 
-__all__ = ["create_empty_quantized_tensor", "quantize"]
+__all__ = ["create_empty_quantized_tensor", "quantize", "split_quantize"]
 
 TORCH = {0: torch.uint8, 2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
 FP8 = {7: (formats.E4M3, torch.float8_e4m3fn), 8: (formats.E5M2, torch.float8_e5m2)}
@@ -178,3 +178,13 @@ def quantize(tensor: Tensor, quantizer, output=None, noop=None):
     if hasattr(output, "_transpose_invalid"):
         output._transpose_invalid = output._transpose is None
     return output
+
+
+def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocation=False):
+    """A tensor for each section of rows. One without rows is allocated, and sees no cast."""
+    check_splits(tensor, split_sections, quantizer_list)
+    parts = zip(tensor.split(split_sections), quantizer_list, strict=True)
+    return [
+        quantize(part, of) if len(part) else create_empty_quantized_tensor(of, part.shape, part.dtype, None, False)
+        for part, of in parts
+    ]

@@ -31,6 +31,15 @@ def check_cast(kind: str, shape: tuple[int, int], dtype: torch.dtype, transform:
             raise Refused(f"NVFP4's Hadamard transform takes bf16, not {dtype}")
 
 
+def check_splits(tensor: torch.Tensor, sections: list[int], quantizers: list) -> None:
+    """Of rows that are to be cast in sections, by a quantizer each (`split_quantize_nvfp4_impl`)."""
+    if type(quantizers[0]).__name__ == "NVFP4Quantizer":
+        _require(tensor.shape[-1] % 128 == 0, "sections in NVFP4 have rows of multiples of 128", tensor.shape)
+        _require(not any(size % 128 for size in sections), "NVFP4 takes sections of multiples of 128", sections)
+        if any(of.with_2d_quantization or of.with_amax_reduction for of in quantizers):
+            raise Refused("sections in NVFP4 have no squares, nor an amax of several ranks")
+
+
 def check_operand(kind: str, shape: tuple[int, int], inner: int) -> None:
     """Of an operand [R, C] of a matmul that sums over its dimension `inner` (0 or 1)."""
     if kind.startswith("MXFP8"):

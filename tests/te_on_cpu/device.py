@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from extras import megatron as fake_cuda
 from tests.te_on_cpu import graphs, placement
+
+_LIBRARY = torch.library.Library("aten", "IMPL")  # what it registers goes with it
 
 
 class Event(fake_cuda.Event):
@@ -69,6 +72,8 @@ def install(capability: tuple[int, int]) -> None:
     _exchange_by_gloo()
     graphs.install()
     varlen.varlen_attn = attention_of_packs
+    for name, kernel in (("forward", _attend_blocks), ("backward", _gradients_of_blocks)):
+        _LIBRARY.impl(f"_flash_attention_{name}", kernel, "CPU")
     torch.Tensor.record_stream = lambda tensor, stream: None
     make = torch.Tensor._make_wrapper_subclass
     torch.Tensor._make_wrapper_subclass = staticmethod(
@@ -127,6 +132,46 @@ def _attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     with torch.enable_grad():
         return torch.autograd.grad(_attend(*leaves, *others), leaves, grad)
+
+
+def _pairs(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, causal: bool, scale: float) -> Iterator[tuple]:
+    """(rows, columns, keys' heads for each query, scores [H, Tq, Tk]) of each sequence that has both."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError(f"flash attention takes fp16 and bf16, not {q.dtype}")
+    bounds = zip(queries.tolist(), queries[1:].tolist(), keys.tolist(), keys[1:].tolist(), strict=False)
+    heads = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
+    for begin, end, first, last in bounds:
+        if end > begin and last > first:
+            rows, columns = slice(begin, end), slice(first, last)
+            scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k[columns].float()[:, heads]) * scale
+            if causal:  # the last query sees all keys
+                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+                scores = scores.masked_fill(hidden, -torch.inf)
+            yield rows, columns, heads, scores
+
+
+def _attend_blocks(q, k, v, queries, keys, longest, most_keys, dropout, causal, debug, *, scale):
+    """In the place of torch's kernel, with its arguments: sequence by sequence, in fp32."""
+    out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), -torch.inf)
+    for rows, columns, heads, scores in _pairs(q, k, queries, keys, causal, scale):
+        lse[:, rows] = scores.logsumexp(-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[columns].float()[:, heads]).to(q.dtype)
+    return out, lse, *(q.new_empty(0) for _ in range(3))
+
+
+def _gradients_of_blocks(grad, q, k, v, out, lse, queries, keys, longest, most_keys, dropout, causal, *_, scale):
+    dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
+    for rows, columns, heads, scores in _pairs(q, k, queries, keys, causal, scale):
+        g, o, wide = grad[rows].float(), out[rows].float(), v[columns].float()[:, heads]
+        weights = (scores - lse[:, rows, None]).exp()  # of these keys among all of the query's
+        of_scores = weights * (torch.einsum("qhd,khd->hqk", g, wide) - (g * o).sum(-1).t()[..., None]) * scale
+        dq[rows] = torch.einsum("hqk,khd->qhd", of_scores, k[columns].float()[:, heads])
+        for whole, part in (
+            (dk, torch.einsum("hqk,qhd->khd", of_scores, q[rows].float())),
+            (dv, torch.einsum("hqk,qhd->khd", weights, g)),
+        ):
+            whole[columns] = whole[columns].index_add(1, heads, part)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _tell(capability: tuple[int, int]) -> None:

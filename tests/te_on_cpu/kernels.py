@@ -15,6 +15,9 @@ from tests.te_on_cpu.operands import kind_of, values
 
 __all__ = [
     "generic_gemm",
+    "te_general_grouped_gemm",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
     "bgrad_quantize",
     "fp8_transpose",
     "layernorm_fwd",
@@ -90,6 +93,50 @@ def generic_gemm(
     if D is not None:
         out = D.copy_(D + out if accumulate else out)
     return _result(out, quantizer), bias_grad, gelu_out, extra_output
+
+
+def te_general_grouped_gemm(
+    A,
+    transA: bool,
+    B,
+    transB: bool,
+    D: list[Tensor],
+    output_dtype,
+    m_splits: list[int],
+    bias,
+    bias_type,
+    single_output: bool,
+    pre_gelu_out,
+    grad: bool,
+    workspaces: list[Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+    /,
+):
+    """A matmul for each pair of A and B. single_output: D is one tensor, of `m_splits` rows each. What has no rows to
+    multiply or to sum over is 0."""
+    results = D[0].split(m_splits) if single_output else D
+    for a, b, out in zip(A, B, results, strict=True):
+        if 0 in (*a.size(), *b.size()):
+            if not accumulate:
+                out.zero_()
+            continue
+        given = output_dtype, None, bias_type, False, None, grad, workspaces[0], workspace_size
+        generic_gemm(a, transA, b, transB, out, None, *given, accumulate, use_split_accumulator)
+    return bias
+
+
+def fused_multi_row_padding(x: Tensor, out: Tensor, sizes: list[int], padded: list[int], /) -> None:
+    """Sections of rows, each followed by rows of zeros."""
+    for part, place in zip(x.split(sizes), out.split(padded), strict=True):
+        place.zero_()[: len(part)] = part
+
+
+def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: list[int], sizes: list[int], /) -> None:
+    for part, place in zip(x.split(padded), out.split(sizes), strict=True):
+        place.copy_(part[: len(place)])
 
 
 def bgrad_quantize(grad: Tensor, /, quantizer):

@@ -35,11 +35,17 @@ def train_by_te(
 
 
 def train_decoder_by_te(
-    text: Path, output_dir: Path, script: str = "train_fsdp2.py", capability: tuple[int, int] = HOPPER, **flags
+    text: Path,
+    output_dir: Path,
+    nproc: int = 1,
+    script: str = "train_fsdp2.py",
+    capability: tuple[int, int] = HOPPER,
+    expect: int = 0,
+    **flags,
 ) -> str:
-    """The same of `tests.decoder_fixtures.train_decoder`, in one process."""
+    """The same of `tests.decoder_fixtures.train_decoder`."""
     flags = {"backend": "te", "bf16": 1} | flags
-    return _run(1, decoder_flags(text, output_dir, **flags), script, capability)
+    return _run(nproc, decoder_flags(text, output_dir, **flags), script, capability, expect)
 
 
 def _run(

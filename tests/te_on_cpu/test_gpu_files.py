@@ -15,7 +15,7 @@ FILES = "tests/gpu/test_te.py", "tests/gpu/test_te_decoders.py"
 GRAPHS = ("tests/gpu/test_te_graphs.py",)
 
 
-CASES = [("9.0", "", 26, FILES), ("10.0", "matmuls or recipes_have", 7, FILES), ("9.0", "", 2, GRAPHS)]
+CASES = [("9.0", "", 32, FILES), ("10.0", "matmuls or recipes_have", 9, FILES), ("9.0", "", 2, GRAPHS)]
 
 
 @pytest.mark.parametrize(("capability", "which", "at_least", "files"), CASES, ids=["9.0", "10.0", "graphs"])

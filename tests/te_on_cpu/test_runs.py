@@ -14,14 +14,17 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common.files.json_files import read_json_lines
 from common.models.esm2.model import Esm2ForMaskedLM
+from extras.decoders.config import DecoderConfig
+from extras.decoders.family import pieces_to_hf
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.te_on_cpu import graphs
 from tests.te_on_cpu.boot import needs_site
 from tests.te_on_cpu.runs import BLACKWELL, train_by_te, train_decoder_by_te
-from tests.training_fixtures import losses, train
+from tests.training_fixtures import checkpoint_state, losses, same_bits, train
 
 pytestmark = needs_site
 REPLAYED = "a graph is replayed"
@@ -152,14 +155,68 @@ def test_run_detects_a_nan_weight_under_nvfp4(dataset, tmp_path):
     assert re.search(r"2 skipped in a row \(step 2: loss [\d.]+, gradient norm nan; step 3: loss", said), said
 
 
-def test_decoder_trains_like_bf16_up_to_the_formats(tmp_path):
+@pytest.mark.parametrize(("cp_size", "recipe"), [(1, "current"), (2, "delayed"), (2, "nvfp4")])
+def test_decoder_trains_like_bf16_up_to_the_formats(tmp_path, cp_size, recipe):
+    """Where ranks share packs, attention is torch's, block by block."""
     text = write_text(tmp_path / "text")
-    flags = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "max_steps": 3}
+    flags = {
+        "hidden_width": 64,
+        "num_heads": 4,
+        "intermediate_size": 96,
+        "max_steps": 3,
+        "document_masks": cp_size - 1,
+    }
     train_decoder(text, tmp_path / "torch", bf16=1, backend="torch", **flags)
-    said = train_decoder_by_te(text, tmp_path / "te", fp8=1, fp8_recipe="current", **flags)
+    said = train_decoder_by_te(text, tmp_path / "te", cp_size, cp_size=cp_size, **RECIPES[recipe] | flags)
     assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
     assert losses(tmp_path / "te") != losses(tmp_path / "torch")
     assert "Backend: te (--backend te)" in said
+
+
+MIXTRAL = {"model_type": "mixtral", "hidden_width": 128, "num_heads": 4, "intermediate_size": 128}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_decoder_with_experts_trains_like_bf16(recipe, tmp_path):
+    text = write_text(tmp_path / "text")
+    flags = MIXTRAL | {"activation_checkpointing": "full", "max_steps": 2, "save_final_model": False}
+    train_decoder(text, tmp_path / "torch", bf16=1, backend="torch", **flags)
+    said = train_decoder_by_te(text, tmp_path / "te", **RECIPES[recipe], **flags)
+    assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
+    assert losses(tmp_path / "te") != losses(tmp_path / "torch")
+    assert "Backend: te (--backend te)" in said
+
+
+def test_decoder_with_experts_resumes_and_exports_bit_exactly(tmp_path):
+    """With delayed scaling, whose scales and histories of each expert a checkpoint holds."""
+    text, whole, parted = (tmp_path / name for name in ("text", "whole", "parted"))
+    write_text(text)
+    flags = MIXTRAL | RECIPES["delayed"] | {"max_steps": 4, "checkpoint_freq": 2}
+    train_decoder_by_te(text, whole, **flags)
+    shutil.copytree(whole / "checkpoint-2", parted / "checkpoint-2")
+    train_decoder_by_te(text, parted, **flags)
+    assert losses(parted) == losses(whole)[2:]
+    state = checkpoint_state(whole / "checkpoint-4", tmp_path)
+    assert state["scales"]["layers.0.layernorm_mlp.fc1_matmul.scaling_fwd.scale"].shape == (3 * 8,), "of each expert"
+    config = DecoderConfig.read(whole / "final_model" / "config.json")
+    of_checkpoint = dict(pieces_to_hf(state["model"].__getitem__, config))
+    for out in (whole, parted):
+        assert same_bits(load_file(out / "final_model" / "model.safetensors"), of_checkpoint)
+    assert "model.layers.1.block_sparse_moe.experts.7.w2.weight" in of_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"fp8_params": 1}, "--fp8_params: not of a layer with experts"),
+        ({"fp8": 0, "fp4": 1, "intermediate_size": 96}, "--fp4: Transformer Engine 2.20 casts rows of experts"),
+    ],
+)
+def test_decoder_with_experts_refuses_formats_in_one_line(flags, said, tmp_path):
+    flags = MIXTRAL | {"fp8": 1, "expect": 2} | flags
+    printed = train_decoder_by_te(write_text(tmp_path / "text"), tmp_path / "out", **flags)
+    assert said in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize("way", ["p2p", "a2a"])
@@ -169,10 +226,17 @@ def test_cp_run_trains_like_one_process(way, dataset, tmp_path, in_bf16):
     assert losses(tmp_path / "out") == pytest.approx(in_bf16[1], rel=3e-4)
 
 
-@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
-def test_esmc_trains_like_bf16_up_to_the_formats(recipe, dataset, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("current", "biohub/ESMC-300M-hf"),
+        ("nvfp4", "biohub/ESMC-300M-hf"),
+        ("current", "chandar-lab/AMPLIFY_120M"),
+    ],
+)
+def test_encoder_trains_like_bf16_up_to_the_formats(recipe, name, dataset, tmp_path):
     sizes = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=96"
-    flags = {"config_name": "biohub/ESMC-300M-hf", "config_overrides": sizes, "max_steps": 3}
+    flags = {"config_name": name, "config_overrides": sizes, "max_steps": 3}
     train(dataset, tmp_path / "torch", bf16=True, backend="torch", **flags)
     said = train_by_te(dataset, tmp_path / "te", **RECIPES[recipe], **flags)
     assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
 from tests.training_fixtures import TINY_OVERRIDES, _main, flags_of, losses, on_ranks, train
 
 # Layers of 3 MB: more than one of DDP's buckets, at whose borders torch cuts graphs unless told not to.
@@ -31,6 +32,16 @@ def _list_graphs(argv: list[str], script: str) -> None:
     print("graphs", *graphs)
 
 
+def hold_one_graph(argv: list[str], script: str) -> None:
+    """On two ranks, each layer of the run is one graph. All layers share it: they differ in their weights alone."""
+    codes, said = on_ranks(2, _list_graphs, argv, script)
+    assert codes == [0, 0], "\n".join(said)
+    for rank in said:
+        graphs = rank.splitlines()[-1].split()[1:]
+        assert len(graphs) == len(set(graphs)), f"one trace, several graphs: {graphs}"
+        assert len({graph.split("/")[0] for graph in graphs}) == 1, graphs
+
+
 @pytest.fixture(scope="module")
 def alone(dataset, tmp_path_factory) -> list[float]:
     """The losses of one process, not compiled."""
@@ -50,14 +61,19 @@ def alone(dataset, tmp_path_factory) -> list[float]:
     ],
 )
 def test_compiled_layer_is_one_graph_on_two_ranks(dataset, tmp_path, alone, script, flags):
-    """All layers share it: they differ in their weights alone."""
     if script == "train_mfsdp.py" and find_spec("megatron_fsdp") is None:
         pytest.skip("megatron-fsdp is not installed")
-    argv = flags_of(dataset, tmp_path, **FLAGS, torch_compile=True, **flags)
-    codes, said = on_ranks(2, _list_graphs, argv, script)
-    assert codes == [0, 0], "\n".join(said)
-    for rank in said:
-        graphs = rank.splitlines()[-1].split()[1:]
-        assert len(graphs) == len(set(graphs)), f"one trace, several graphs: {graphs}"
-        assert len({graph.split("/")[0] for graph in graphs}) == 1, graphs
+    hold_one_graph(flags_of(dataset, tmp_path, **FLAGS, torch_compile=True, **flags), script)
     assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"), [("train_fsdp2.py", {}), ("train_ddp_cp.py", {"cp_comm_type": "all_gather"})]
+)
+def test_compiled_decoder_layer_of_shared_documents_is_one_graph(tmp_path, script, flags):
+    """Whichever of its two chunks of a document a rank attends with: the operator in the graph decides."""
+    text, documents = write_text(tmp_path / "text"), {"document_masks": 1, "max_steps": 2, "save_final_model": False}
+    train_decoder(text, tmp_path / "alone", **documents)
+    shared = decoder_flags(text, tmp_path / "shared", cp_size=2, torch_compile=True, **documents, **flags)
+    hold_one_graph(shared, script)
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

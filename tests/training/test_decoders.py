@@ -252,20 +252,41 @@ def test_decoder_resumes_on_other_number_of_ranks(text, plain, tmp_path):
     check(tmp_path, plain)
 
 
-def test_decoder_with_shared_packs_equals_transformers_and_resumes_on_other_size(text, plain, tmp_path):
-    """DDP and a ring of two ranks, then FSDP2 with two groups of two that gather."""
-    train_decoder(text, tmp_path, 2, script="train_ddp_cp.py", stop_at_step=3)
-    train_decoder(text, tmp_path, 4, cp_size=2, cp_comm_type="all_gather")
+CP, GATHERED = {"script": "train_ddp_cp.py"}, {"cp_size": 2, "cp_comm_type": "all_gather"}
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [[(2, CP), (4, GATHERED)], [(2, CP), (1, {}), (4, CP | {"cp_size": 4})]],
+    ids=["DDP, FSDP2", "2, 1, 4"],
+)
+def test_decoder_with_shared_packs_equals_transformers_and_resumes_on_other_size(text, plain, tmp_path, legs):
+    """legs: (ranks, flags) of each start; 2 ranks in a ring first. DDP, FSDP2: then two groups of two that gather."""
+    for number, (ranks, flags) in enumerate(legs, 1):
+        train_decoder(text, tmp_path, ranks, stop_at_step=STEPS * number // len(legs), **flags)
     check(tmp_path, plain)
 
 
-@pytest.mark.parametrize("family", [MIXTRAL, {"model_type": "mistral"}], ids=["mixtral", "mistral"])
-def test_decoder_with_shared_documents_equals_one_process(text, tmp_path, family):
+@pytest.mark.parametrize(
+    ("script", "family"),
+    [
+        ("train_fsdp2.py", MIXTRAL),
+        ("train_fsdp2.py", {"model_type": "mistral"}),
+        ("train_mfsdp.py", {}),
+        ("train_mfsdp.py", MIXTRAL),
+    ],
+    ids=["mixtral", "mistral", "mfsdp", "mfsdp mixtral"],
+)
+def test_decoder_with_shared_documents_equals_one_process(text, tmp_path, script, family):
     """Documents of any length, each cut into chunks by itself: losses with the router's, evaluation, weights."""
+    if script == "train_mfsdp.py":
+        pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
     flags = family | {"document_masks": 1, "max_steps": 3, "validation_freq": 3}
     runs = {1: tmp_path / "alone", 2: tmp_path / "shared"}
     for cp_size, out in runs.items():
-        train_decoder(text, out, cp_size, cp_size=cp_size, **flags)
+        train_decoder(
+            text, out, cp_size, script="train_fsdp2.py" if cp_size == 1 else script, cp_size=cp_size, **flags
+        )
     alone, shared = (rows(out) for out in runs.values())
     assert len(shared) == len(alone) == 3
     for one, other in zip(shared, alone, strict=True):
@@ -362,6 +383,24 @@ def test_decoder_layers_compute_in_emulated_formats(text, tmp_path, family, reci
         assert seen[name] == pytest.approx(exact, rel=0.1 if name == "nvfp4" else 0.03), name
 
 
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [({}, "delayed"), ({}, "current"), ({}, "mxfp8"), ({}, "nvfp4"), (MIXTRAL, "delayed")],
+    ids=["delayed", "current", "mxfp8", "nvfp4", "mixtral"],
+)
+def test_decoder_emulated_formats_scale_by_whole_pack(text, tmp_path, family, recipe):
+    """As of one process, to fp32's rounding, but for NVFP4: its scale of a tensor is of a rank's own tokens."""
+    flags = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "document_masks": 1, "max_steps": 2}
+    flags |= EMULATED | ({"fp8": 0, "fp4": 1} if recipe == "nvfp4" else {"fp8_recipe": recipe})
+    flags |= family | {"lr": 0, "min_lr": 0, "save_final_model": False}
+    train_decoder(text, tmp_path / "alone", **flags)
+    train_decoder(text, tmp_path / "shared", 2, cp_size=2, **flags)
+    for one, other in zip(rows(tmp_path / "shared"), rows(tmp_path / "alone"), strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-2 if recipe == "nvfp4" else 5e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=5e-2 if recipe == "nvfp4" else 5e-3)
+
+
 def test_decoder_checkpoint_stores_tied_embeddings_once(text, tmp_path):
     train_decoder(text, tmp_path, 2, max_steps=1, save_final_model=False, **TIED)
     model = checkpoint_state(tmp_path / "checkpoint-1", tmp_path)["model"]
@@ -373,6 +412,11 @@ def test_decoder_checkpoint_stores_tied_embeddings_once(text, tmp_path):
     [
         ("train_ddp_cp.py", {"cp_layout": "contiguous"}, "--cp_layout contiguous: causal attention would leave"),
         ("train_ddp_cp.py", {"cp_comm_type": "a2a"}, "--cp_comm_type a2a: decoders have no all-to-all"),
+        (
+            "train_ddp_cp.py",
+            EMULATED | {"model_type": "mixtral", "hidden_width": 64, "num_heads": 4, "fp8_recipe": "current"},
+            "--fp8_recipe current: with --cp_size a rank may have no token of an expert",
+        ),
         ("train_fsdp2.py", {"model_type": "gpt_neox"}, "--model_type gpt_neox: its layers"),
         ("train_fsdp2.py", {"vocab_size": 200}, "its 259 tokens do not fit into the model's vocabulary of 200"),
         ("train_fsdp2.py", {"num_heads": 5}, "--model_type llama_v3 (as llama3_1_8b): hidden_size 48 is not"),

@@ -25,21 +25,23 @@ def arguments(dataset, **flags) -> TuningArguments:
 @pytest.mark.parametrize(
     ("seconds", "evaluated", "chosen"),
     [
-        ({"fp32": 1.0, "bf16": 0.5}, 0, ("bf16", 200)),
-        ({"fp32": 0.5, "bf16": 1.0}, 0, ("fp32", 200)),
-        ({"fp32": 0.5, "bf16": 0.48}, 0, ("fp32", 200)),  # not worth its rounding
-        ({"fp32": 0.5}, 0, ("fp32", 200)),
-        ({"fp32": 0.5}, 60 * 512, ("fp32", 180)),  # forward passes of 60 packs: 20 steps
-        ({"fp32": 0.5}, 600 * 512, ("fp32", 48)),
-        ({"fp32": 9.0}, 0, ("fp32", 48)),
-        ({"fp32": 0.01}, 0, ("fp32", 240)),
+        ({"fp32": 1.0, "bf16": 0.5}, 0, ("bf16", 200, 1)),
+        ({"fp32": 0.5, "bf16": 1.0}, 0, ("fp32", 200, 1)),
+        ({"fp32": 0.5, "bf16": 0.48}, 0, ("fp32", 200, 1)),  # not worth its rounding
+        ({"fp32": 0.5}, 0, ("fp32", 200, 1)),
+        ({"bf16": 10.0}, 0, ("bf16", 10, 1)),  # too slow to time another
+        ({"fp32": 0.5}, 60 * 512, ("fp32", 180, 1)),  # forward passes of 60 packs: 20 steps
+        ({"fp32": 0.5}, 800 * 512, ("fp32", 133, 1 / 4)),  # 133 s, of which a third of the 100 are left
+        ({"fp32": 9.0}, 0, ("fp32", 11, 1)),
+        ({"fp32": 90.0}, 0, ("fp32", 8, 1)),
+        ({"fp32": 0.01}, 0, ("fp32", 240, 1)),
     ],
 )
 def test_choose_precision_and_steps_that_fit(dataset, seconds, evaluated, chosen):
     args = arguments(dataset, tokens_per_pack=512, seconds=100)
-    precision, steps, in_all = choose(args, seconds, evaluated)
-    assert (precision, steps) == chosen
-    assert in_all == pytest.approx(seconds[precision] * (steps + evaluated / (3 * 512)))
+    precision, steps, fraction, in_all = choose(args, seconds, evaluated)
+    assert (precision, steps, fraction) == (*chosen[:2], pytest.approx(chosen[2]))
+    assert in_all == pytest.approx(seconds[precision] * (steps + fraction * evaluated / (3 * 512)))
 
 
 def test_evaluated_tokens_count_every_evaluation(dataset):
@@ -48,9 +50,9 @@ def test_evaluated_tokens_count_every_evaluation(dataset):
         return int(np.minimum(store.lengths(np.arange(len(store))), MAX_SEQ_LENGTH).sum())
 
     alone = World(0, 0, 1, torch.device("cpu"))
-    assert evaluated_tokens(arguments(dataset), alone) == 0
+    assert evaluated_tokens(arguments(dataset), alone) == (0, 0)
     args = arguments(dataset, do_eval=True, eval_on_start=True, eval_steps=0.334, max_eval_samples=10)
-    assert evaluated_tokens(args, alone) == 5 * tokens("validation", 10) + tokens("test", 10)
+    assert evaluated_tokens(args, alone) == (5 * tokens("validation", 10) + tokens("test", 10), 10)
 
 
 def test_quickstart_tuning_writes_flags_of_train_ddp(dataset, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -11,10 +12,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from matplotlib.image import imread, imsave
+from transformers.integrations.integration_utils import rewrite_logs
 
-from common.training.run_logger import Tracker
-from extras.trackers import open_tracker
+from common.distributed.world import World
+from common.training.run_logger import RunLogger, Tracker
+from extras.trackers import grouped, open_tracker
 from tests.forked import run_script
 from tests.patience import Limit, wait_until
 from tests.training_fixtures import arguments, environment, flags_of, on_ranks, rows
@@ -67,28 +73,31 @@ def test_tensorboard_resume_has_each_step_once(dataset, tmp_path):
     out, flags = tmp_path / "out", {"do_eval": True, "eval_steps": 2}
     tracked(dataset, out, environment(), "tensorboard", stop_at_step=4, **flags)
     before = scalars(out / "logs")
-    assert list(before["loss"]) == [1, 2, 3, 4]
-    assert list(before["train_loss"]) == list(before["test_loss"]) == [4]
+    assert list(before["train/loss"]) == [1, 2, 3, 4]
+    assert list(before["train/train_loss"]) == list(before["test/loss"]) == [4]
     shutil.rmtree(out / "checkpoint-4")
     (events,) = (out / "logs").iterdir()
     events.write_bytes(events.read_bytes()[:-5])  # torn
     for _ in range(2):
         tracked(dataset, out, environment(), "tensorboard", **flags)
     after = scalars(out / "logs")
-    for tag in (
-        "loss",
-        "step_loss",
-        "train_perplexity",
-        "tokens_per_second_per_gpu",
-        "grad_norm",
-        "eval_loss",
-        "eval_unigram_loss",
-    ):
-        assert after[tag] == pytest.approx({row["step"]: row[tag] for row in rows(out) if tag in row}), tag
-    assert list(after["eval_loss"]) == [2, 4, 6]
+    for tag, name in {
+        "train/loss": "loss",
+        "train/step_loss": "step_loss",
+        "train/train_perplexity": "train_perplexity",
+        "perf/tokens_per_second_per_gpu": "tokens_per_second_per_gpu",
+        "perf/step_seconds": "step_seconds",
+        "train/grad_norm": "grad_norm",
+        "eval/loss": "eval_loss",
+        "eval/unigram_loss": "eval_unigram_loss",
+        "eval/perplexity": "perplexity",
+    }.items():
+        assert after[tag] == pytest.approx({row["step"]: row[name] for row in rows(out) if name in row}), tag
+    assert list(after["eval/loss"]) == [2, 4, 6]
     results = json.loads((out / "all_results.json").read_text())
-    for tag in ("train_loss", "test_loss"):
-        assert after[tag] == pytest.approx({6: results[tag]}), tag
+    for tag, name in (("train/train_loss", "train_loss"), ("test/loss", "test_loss")):
+        assert after[tag] == pytest.approx({6: results[name]}), tag
+    assert {tag.partition("/")[0] for tag in after} == {"train", "eval", "test", "perf"}
 
 
 def test_tensorboard_hides_rows_of_overwritten_run(dataset, tmp_path):
@@ -97,7 +106,7 @@ def test_tensorboard_hides_rows_of_overwritten_run(dataset, tmp_path):
     tracked(dataset, tmp_path, environment(), "tensorboard", stop_at_step=2, resume_from_checkpoint="false")
     found = scalars(tmp_path / "logs")
     assert {tag: max(steps) for tag, steps in found.items()} == dict.fromkeys(found, 2)
-    assert list(found["loss"]) == [1, 2]
+    assert list(found["train/loss"]) == [1, 2]
 
 
 def _write_a_row_and_die(directory: Path, row: dict) -> None:
@@ -113,7 +122,7 @@ def test_tensorboard_flushes_each_row(tmp_path):
     row = numbers | {"step": 3, "slowest_host": "a name"}
     codes, said = on_ranks(1, _write_a_row_and_die, tmp_path, row)
     assert codes == [-signal.SIGKILL], said
-    assert scalars(tmp_path / "logs") == {name: {3: value} for name, value in numbers.items()}
+    assert scalars(tmp_path / "logs") == {f"train/{name}": {3: value} for name, value in numbers.items()}
 
 
 # ---- W&B ----------------------------------------------------------------------------------------------------
@@ -152,7 +161,7 @@ class Start:
 
     def values(self, key: str) -> dict[int, float]:
         """By step; each at most once."""
-        found = [(row["global_step"], row[key]) for row in self.rows if key in row]
+        found = [(row["train/global_step"], row[key]) for row in self.rows if key in row]
         assert len(dict(found)) == len(found)
         return dict(found)
 
@@ -176,14 +185,15 @@ def test_wandb_resume_continues_same_run(dataset, tmp_path, settings):
     assert {start.run.run_id for start in (first, second, third)} == {run_id}
     assert {start.run.project for start in (first, second)} == {PROJECT}
     assert first.run.display_name == "first"
-    assert all(start.over == {"*": "global_step"} for start in (first, second))
-    assert list(first.values("loss")) == [1, 2, 3, 4]
+    assert all(start.over == {"*": "train/global_step"} for start in (first, second))
+    assert list(first.values("train/loss")) == [1, 2, 3, 4]
     # 1 and 2 once more as well: of one that is killed, W&B may lose the newest rows before a checkpoint, too.
-    for key in ("loss", "step_loss", "train_perplexity", "grad_norm", "unpadded_tokens_per_second_per_gpu"):
-        assert second.values(key) == {row["step"]: row[key] for row in rows(out)}, key
-    assert second.values("loss").items() > first.values("loss").items(), "seen twice: the same numbers, same place"
-    assert list(second.values("train_loss")) == [6]
-    assert not third.values("train_loss"), "told before"
+    for key in ("train/loss", "train/step_loss", "train/grad_norm", "perf/unpadded_tokens_per_second_per_gpu"):
+        assert second.values(key) == {row["step"]: row[key.partition("/")[2]] for row in rows(out)}, key
+    seen = first.values("train/loss").items()
+    assert second.values("train/loss").items() > seen, "seen twice: the same numbers, same place"
+    assert list(second.values("train/train_loss")) == [6]
+    assert not third.values("train/train_loss"), "told before"
     config = {item.key: json.loads(item.value_json) for item in second.run.config.update}
     assert config["learning_rate"] == 1e-3
 
@@ -232,7 +242,7 @@ def test_wandb_evaluation_keeps_run_id(dataset, tmp_path, settings):
     tracked(dataset, out, settings, "wandb", **alone, resume_from_checkpoint="false")
     trained, of_it, of_none = starts(out)
     assert trained.run.run_id == of_it.run.run_id != of_none.run.run_id
-    assert list(of_it.values("eval_loss")) == [2]
+    assert list(of_it.values("eval/loss")) == [2]
     assert json.loads((out / "wandb_run.json").read_text()) == {"id": trained.run.run_id}
 
 
@@ -307,6 +317,75 @@ def _open_and_close(environ: dict, directory: Path, status: int) -> None:
 
 
 # ---- either -------------------------------------------------------------------------------------------------
+
+
+class Pictures(Tracker):
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, int]] = []
+
+    def picture(self, path: Path, step: int) -> None:
+        self.shown.append((path.name, step))
+
+
+def test_run_logger_shows_the_curves_at_the_end(tmp_path):
+    log = RunLogger(arguments(tmp_path).log, tmp_path, World(0, 0, 1, torch.device("cpu")))
+    log.tracker = Pictures()
+    log.begin(1, None, 0, {}, str)
+    row = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 5.0}
+    log.row(row | {"step": 1})
+    log.row(row | {"step": 7})
+    log.draw_last()
+    assert log.tracker.shown == [("training_curves.png", 7)]
+
+
+def _show_a_picture(environ: dict, directory: Path, report_to: str) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    tracker = open_tracker(arguments(directory, report_to=report_to).log, {}, directory, 0, anew=True)
+    imsave(directory / "training_curves.png", np.linspace(0, 1, 30 * 50 * 3).reshape(30, 50, 3))
+    tracker.picture(directory / "training_curves.png", 7)
+    tracker.close(0)
+
+
+@pytest.mark.parametrize("report_to", ["tensorboard", "wandb"])
+def test_tracker_shows_a_picture(tmp_path, settings, report_to):
+    pytest.importorskip(report_to)
+    codes, said = on_ranks(1, _show_a_picture, settings, tmp_path, report_to)
+    assert codes == [0], said
+    assert "given up" not in said[0]
+    if report_to == "wandb":
+        assert len(starts(tmp_path)) == 1  # W&B's process has ended
+        (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+        items = [item for record in records(path) for item in record.history.item if len(item.nested_key) == 2]
+        picture = {item.nested_key[1]: json.loads(item.value_json) for item in items}
+        assert {item.nested_key[0] for item in items} == {"train/curves"}
+        assert (picture["_type"], picture["height"], picture["width"]) == ("image-file", 30, 50)
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "logs"))
+    found.Reload()
+    (event,) = found.Images("train/curves")
+    assert (event.step, event.height, event.width) == (7, 30, 50)
+    shown = imread(io.BytesIO(event.encoded_image_string))[..., :3]
+    assert np.abs(shown - imread(tmp_path / "training_curves.png")[..., :3]).max() < 1 / 200
+
+
+def test_tracker_names_are_the_trainers_where_they_mean_the_same():
+    shared = ("loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "eval_accuracy", "eval_runtime", "test_loss")
+    shared += ("eval_samples_per_second", "eval_steps_per_second", "train_loss", "train_runtime", "total_flos")
+    row = dict.fromkeys((*shared, "train_samples_per_second", "train_steps_per_second"), 1.0)
+    assert grouped(row | {"step": 3}) == rewrite_logs(row)
+
+
+def test_tracker_groups_speeds_and_downstream_evaluations():
+    row = {"tokens_per_second": 1.0, "data_wait_seconds": 2.0, "rank_seconds_max": 3.0, "mfu": 0.4, "slowest_rank": 1}
+    assert grouped(row) == {f"perf/{name}": value for name, value in row.items()}
+    assert grouped({"eval_contacts_long_L": 0.5, "eval_probe_x_r2": 0.1, "slowest_host": "a"}) == {
+        "downstream/contacts_long_L": 0.5,
+        "downstream/probe_x_r2": 0.1,
+    }
+    assert grouped({"quant_stats/a.b/mse": 0.5}) == {"quant_stats/a.b/mse": 0.5}
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])

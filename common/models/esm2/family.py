@@ -77,19 +77,18 @@ class ModelFlags(BackendFlags):
 
     config_name: str | None = flag(
         None,
-        "Train from random weights: facebook/esm2_*, biohub/ESMC-*-hf (built in), a directory with config.json, a Hub "
-        "name.",
+        "Train from random weights: facebook/esm2_*, biohub/ESMC-*-hf, chandar-lab/AMPLIFY_* (built in), a directory "
+        "with config.json, a Hub name.",
     )
     model_type: str | None = flag(
         None,
-        "esmc (ESM C, the 300M if not named) or esm. Default: what config.json or the name says (docs/models.md).",
+        "esmc (ESM C, the 300M if not named), amplify (AMPLIFY, the 120M) or esm. Default: what config.json or the "
+        "name says (docs/models.md).",
     )
     config_overrides: str | None = flag(
         None, "Change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
     )
-    tokenizer_name: str | None = flag(
-        None, "The vocabulary is always ESM-2's: a directory with another one is refused."
-    )
+    tokenizer_name: str | None = flag(None, "ESM-2's vocabulary is built in: a directory with another one is refused.")
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )

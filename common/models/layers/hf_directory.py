@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.json_files import (
+    check_type,
     combined_hash,
     is_plain_name,
     open_regular,
@@ -61,6 +62,15 @@ def _without_code(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_code(inner) for name, inner in value.items() if name not in NAMES_CODE}
     return [_without_code(inner) for inner in value] if isinstance(value, list) else value
+
+
+def fields_of(kind: type, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the values of the fields of the dataclass `kind`, all others) of a config.json. ValueError for a wrong type."""
+    known = {each.name: str(each.type) for each in fields(kind) if each.name != "others"}
+    for name in known.keys() & content.keys():
+        check_type(name, content[name], known[name])
+    values = {name: value for name, value in content.items() if name in known}
+    return values, {name: value for name, value in content.items() if name not in known}
 
 
 def check_sizes(config: Any, where: str) -> None:
@@ -310,7 +320,8 @@ class Export:
     config: of ours, with `to_transformers`; architecture: transformers' class; tags: the Hub's, its pipeline's first;
     expected: every tensor, on the meta device, in the order in which they come; parameters: their number as the card
     has it; finish: writes the tokenizer's files into the directory, and returns {heading: text} for the end of the
-    card, if any; published: names of weights that the card may mention as the starting point.
+    card, if any; published: names of weights that the card may mention as the starting point; opened_by: what reads
+    the directory, where transformers has no such class ("": transformers).
     """
 
     config: Any
@@ -321,6 +332,7 @@ class Export:
     finish: Callable[[Path], Mapping[str, str] | None]
     training: Training = UNKNOWN
     published: Collection[str] = ()
+    opened_by: str = ""
 
 
 def write_directory(

@@ -5,7 +5,8 @@ So the values depend neither on the device, nor on the order of construction, no
 a shard draws its own rows only.
 
 A model may say: `zero_rows`, {parameter: rows that start as zeros}, and `padded_vocab`, {parameter: rows that are
-tokens}, where a vocabulary is padded to a multiple that matrix units like.
+tokens}, where a vocabulary is padded to a multiple that matrix units like; `uniform`: matrices and embeddings are
+uniform in (-std, std) instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROWS_PER_STREAM = 256
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, std: float) -> None:
     """Set every parameter of a model, whole or sharded (then this rank's rows)."""
-    zero_rows = getattr(model, "zero_rows", {})
+    zero_rows, uniform = getattr(model, "zero_rows", {}), getattr(model, "uniform", False)
     for name, parameter in model.named_parameters():
         rows, first = local_shard(parameter)
         if name.endswith("bias"):
@@ -32,19 +33,22 @@ def initialise(model: nn.Module, seed: int, std: float) -> None:
         elif parameter.dim() == 1:
             rows.fill_(1.0)
         else:
-            _draw(rows, first, len(parameter), f"{seed}:{name}", std)
+            _draw(rows, first, len(parameter), f"{seed}:{name}", std, uniform)
         for row in zero_rows.get(name, ()):
             if first <= row < first + len(rows):
                 rows[row - first].zero_()
 
 
-def _draw(rows: Tensor, first: int, total: int, key: str, std: float) -> None:
+def _draw(rows: Tensor, first: int, total: int, key: str, std: float, uniform: bool) -> None:
     """Rows [first, first + n) of the `total` of a tensor."""
     for begin in range(first - first % ROWS_PER_STREAM, first + len(rows), ROWS_PER_STREAM):
         digest = hashlib.blake2b(f"{key}:{begin // ROWS_PER_STREAM}".encode(), digest_size=8).digest()
         stream = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         values = torch.empty(min(ROWS_PER_STREAM, total - begin), *rows.shape[1:], dtype=torch.float32)
-        values.normal_(0.0, std, generator=stream)
+        if uniform:
+            values.uniform_(-std, std, generator=stream)
+        else:
+            values.normal_(0.0, std, generator=stream)
         own = values[max(0, first - begin) : first + len(rows) - begin]
         at = max(0, begin - first)
         rows[at : at + len(own)].copy_(own)

@@ -205,26 +205,38 @@ def test_decoder_bf16_is_near_fp32():
 
 @pytest.mark.parametrize("name", ["llama3_1_8b", "mistral_8x7b"])
 def test_decoder_compiled_layers_agree(name):
-    """As traced by torch.compile, forward and backward, without a compiler: packs of two lengths."""
+    """As traced by torch.compile, forward and backward, without a compiler: packs of two lengths, and in Mixtral other
+    numbers of tokens for each expert, down to none, are one graph."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = tiny(name)
     plain, compiled = ours(config), ours(config)
     compile_layers(compiled, "cpu", backend="aot_eager")
+    counts = []
     for length in (25, 35):  # packs of no number that the model has: a graph holds sizes that look alike for the same
         ids = torch.randint(0, 97, (2, length), generator=torch.Generator().manual_seed(length))
-        gradients = []
+        gradients, routers = [], []
         for model in (plain, compiled):
+            if config.num_local_experts:  # tokens look alike to the router, and none goes to the first expert
+                with torch.no_grad():
+                    model.embed_tokens.weight[:, 0] = 9
+                    for layer in model.layers:
+                        layer.layernorm_mlp.gate_weight[0, 0] = -30
             model.zero_grad()
             output = model(ids, labels=ids.roll(-1, 1))
-            output.loss_sum.backward()
+            (output.loss_sum + (output.router or 0)).backward()
             gradients.append([p.grad for p in model.parameters()])
+            routers.append(output.router)
         for mine, theirs in zip(*gradients, strict=True):
             assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
-    if not config.num_local_experts:  # how many tokens an expert gets is known when it gets them
-        counters = torch._dynamo.utils.counters
-        assert counters["stats"]["unique_graphs"] == 1
-        assert not counters["graph_break"]
+        if config.num_local_experts:
+            assert torch.allclose(*routers)
+            by_expert = compiled.layers[0].layernorm_mlp.fc2_weight.grad.chunk(config.num_local_experts)
+            counts.append([bool(grad.any()) for grad in by_expert])
+    assert all(not first and any(rest) for first, *rest in counts)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 def test_decoder_initial_weights_follow_config():

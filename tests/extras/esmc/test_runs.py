@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -16,23 +18,34 @@ from extras.export import choose, export
 from extras.inference.encoder import Encoder, EncoderFlags
 from extras.inference.measured import spearman
 from extras.inference.mutations import score
+from tests.data_fixtures import call, load_script, proteins, write_fasta
 from tests.extras.downstream.test_mutations import write_gym
+from tests.extras.downstream.test_probes import write_labels
+from tests.extras.inference.embed_fixtures import call_embed
+from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
 
 SIZES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_size=64"
 MODEL = {"config_name": "biohub/ESMC-300M-hf", "config_overrides": SIZES}
 STEPS = 6
 RUN = MODEL | {"max_steps": STEPS, "packs_per_step": 4, "tokens_per_pack": 256, "save_steps": 3}
+PROTEINS = proteins(60, seed=4)
 EMULATED = {"emulate_precision": True, "max_steps": 2, "save_final_model": False, "save_steps": 2}
 
 
 @pytest.fixture(scope="module")
 def alone(dataset, tmp_path_factory):
-    """One process, which also scores mutations at its end."""
+    """One process, which also scores mutations and fits a probe at its end."""
     directory = tmp_path_factory.mktemp("esmc")
     out, table = directory / "run", write_gym(directory / "gym.csv")
-    train(dataset, out, do_eval=True, eval_mutations=table, **RUN)
+    probed = [(text, share_of(text, "AILMV")) for _, text in PROTEINS]
+    write_labels(directory / "probe.csv", ["sequence", "label"], probed)
+    train(dataset, out, do_eval=True, eval_mutations=table, eval_probe=directory / "probe.csv", **RUN)
     return out
+
+
+def share_of(text: str, letters: str) -> float:
+    return sum(text.count(letter) for letter in letters) / len(text)
 
 
 def results(out: Path) -> dict:
@@ -82,6 +95,43 @@ def test_esmc_export_is_transformers_model_and_a_start(dataset, alone, tmp_path)
     assert found["eval_mutations_gym_masked"] == pytest.approx(expected, abs=1e-6)
     export(choose(alone / "checkpoint-6"), tmp_path / "model")
     assert same_bits(load_file(tmp_path / "model" / "model.safetensors"), final_weights(alone))
+
+
+def test_esmc_probe_of_run_and_export_is_the_loops(alone, tmp_path):
+    """Of a checkpoint's embeddings, which are transformers', and of the export by itself."""
+    fasta = write_fasta(tmp_path / "my.fasta", PROTEINS)
+    call_embed(alone / "checkpoint-6", fasta, tmp_path / "embedded")
+    embedded = pq.read_table(tmp_path / "embedded" / "embeddings").to_pydict()
+    stock = transformers.AutoModel.from_pretrained(alone / "final_model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(alone / "final_model")
+    assert type(stock).__name__ == "EsmcModel"
+    assert embedded["id"] == [name for name, _ in PROTEINS]
+    with torch.no_grad():
+        for (_, text), vector in zip(PROTEINS, embedded["embedding"], strict=True):
+            expected = stock(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 1:-1].mean(0)
+            torch.testing.assert_close(torch.tensor(vector), expected, rtol=0, atol=1e-5)
+    table = [(name, share_of(text, "AILMV")) for name, text in PROTEINS]
+    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+    sources = ("--embeddings", tmp_path / "embedded"), ("--model_name_or_path", alone / "final_model")
+    for number, source in enumerate(sources):
+        out = tmp_path / f"probed{number}"
+        call(load_script("probe.py"), *source, "--fasta", fasta, "--labels", labels, "--output_dir", out)
+        after, found = json.loads((out / "results.json").read_text()), results(alone)
+        for key, values in (("eval_probe_probe_", after["probe"]), ("eval_probe_probe_baseline_", after["baseline"])):
+            for metric, (value, _, _) in values.items():
+                assert found[key + metric] == pytest.approx(value, abs=1e-5), metric
+
+
+def test_esmc_resume_after_kill_is_bit_identical(dataset, tmp_path):
+    killed, whole, flags = tmp_path / "killed", tmp_path / "whole", RUN | {"max_steps": 200, "save_steps": 1}
+    with LiveRun(dataset, killed, tmp_path / "logs", **flags) as run:
+        run.until(lambda: newest_step(killed) >= 4)
+        run.signal(signal.SIGKILL)
+        assert run.end() == [-signal.SIGKILL]
+    end = newest_step(killed) + 3
+    for out in (killed, whole):
+        train(dataset, out, **flags, stop_at_step=end)
+    assert_same_run(killed, whole, end, tmp_path)
 
 
 def test_esmc_reads_files_as_they_are(tmp_path):

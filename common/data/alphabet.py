@@ -1,0 +1,78 @@
+"""The alphabet of a family: its tokens in the order of their ids, and look-up tables to encode text with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from common.data import TokenSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alphabet(TokenSet):
+    """A TokenSet that encodes text.
+
+    letters: the tokens; those in the range `residues` are one letter each. begin, end: ids of what stands around a
+    sequence. prepared: the alphabet in which prepared data are stored, None for this one.
+    """
+
+    letters: tuple[str, ...]
+    begin: int
+    end: int
+    prepared: Alphabet | None = None
+
+    def __str__(self) -> str:
+        return " ".join(self.letters)
+
+    @cached_property
+    def byte_to_id(self) -> np.ndarray:
+        """uint8 [256]: byte -> token id. Lower case counts as upper case (UniRef marks low-complexity regions so);
+        anything else is the unknown token."""
+        table = np.full(256, self.unknown, dtype=np.uint8)
+        for token in range(self.residues[0], self.residues[1] + 1):
+            table[ord(self.letters[token])] = table[ord(self.letters[token].lower())] = token
+        return table
+
+    @property
+    def stored(self) -> Alphabet:
+        return self.prepared or self
+
+    @cached_property
+    def stored_to_id(self) -> np.ndarray:
+        """uint8 [tokens of `stored`]: the id here of each of its tokens; a letter that is not here is unknown."""
+        stored = self.stored
+        table = np.full(stored.vocab_size, self.unknown, dtype=np.uint8)
+        for token in range(stored.residues[0], stored.residues[1] + 1):
+            table[token] = self.byte_to_id[ord(stored.letters[token])]
+        for name in ("pad", "mask", "begin", "end"):
+            table[getattr(stored, name)] = getattr(self, name)
+        return table
+
+    def of_stored(self, ids: np.ndarray) -> np.ndarray:
+        return ids if self.prepared is None else self.stored_to_id[ids]
+
+    def encode(self, sequence: str | bytes) -> np.ndarray:
+        """A sequence between `begin` and `end` as uint8 ids, shape [len(sequence) + 2]."""
+        raw = sequence.encode("latin-1", "replace") if isinstance(sequence, str) else sequence
+        ids = self.byte_to_id[np.frombuffer(raw, np.uint8)]
+        return np.concatenate(([self.begin], ids, [self.end])).astype(np.uint8)
+
+    def encode_many(self, characters: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Encode many sequences at once, without a Python loop.
+
+        characters: uint8 [C], the sequences' bytes end to end; offsets: int [N + 1], where each begins.
+        Returns ids uint8 [C + 2 N] (each between `begin` and `end`) and their offsets int64 [N + 1].
+        """
+        offsets = np.asarray(offsets, dtype=np.int64)
+        characters = characters[offsets[0] : offsets[-1]]
+        offsets = offsets - offsets[0]
+        out_offsets = offsets + 2 * np.arange(len(offsets))
+        ids = np.empty(out_offsets[-1], dtype=np.uint8)
+        is_residue = np.ones(len(ids), dtype=bool)
+        for positions, token in ((out_offsets[:-1], self.begin), (out_offsets[1:] - 1, self.end)):
+            ids[positions] = token
+            is_residue[positions] = False
+        ids[is_residue] = self.byte_to_id[characters]
+        return ids, out_offsets
