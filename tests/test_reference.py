@@ -18,7 +18,7 @@ from tests.data_fixtures import load_script
 from tests.training_fixtures import train
 
 REFERENCE = load_script("docs/make_reference.py")
-FLAGS = {"max_steps": 2, "do_eval": True, "do_predict": True, "eval_on_start": True, "straggler_every": 1}
+FLAGS = {"max_steps": 2, "do_eval": True, "eval_on_start": True, "straggler_every": 1}
 FLAGS |= {"peak_tflops_per_gpu": 1, "profile_steps": "1-1", "save_steps": 1, "save_hf": True}
 OF_DECODERS = {"eval_tokens"}
 ON_GPUS = {"attention"}

@@ -108,8 +108,8 @@ def build_adamw(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> Ad
 def update_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scale: Tensor | None = None) -> None:
     """Take a step unless found_inf, an fp32 scalar where the loss is, is 1: then weights and state stay as they are.
 
-    grad_scale: what gradients are to be divided by, where the optimiser `clips_and_rounds`. It is told as
-    torch.amp.GradScaler tells torch's fused ones, whose kernels look at these attributes.
+    grad_scale: what gradients are to be divided by, where the optimiser `clips_and_rounds`. It gets both
+    as attributes, as torch.amp.GradScaler sets them for torch's fused optimisers.
     """
     # Of weights in host memory the update is the host's: it has to know now.
     found_inf = found_inf.to(optimizer.param_groups[0]["params"][0].device)

@@ -94,7 +94,7 @@ class CausalLM(Task[CausalArguments, TextData]):
         )
 
     def baseline(self, split: str, prefix: str) -> dict:
-        """None: a unigram predictor of text is no line worth to beat."""
+        """None: of text, a unigram predictor is too weak a baseline."""
         return {}
 
     def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
