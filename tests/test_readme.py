@@ -20,7 +20,7 @@ def checkout(tmp_path_factory) -> Path:
 
 def test_readme_commands_run_in_order(checkout):
     commands = blocks(README, "bash")
-    assert len(commands) == 3
+    assert len(commands) == 2
     for command in commands:
         done = sh(smaller(command), checkout)
         assert done.returncode == 0, done.stderr[-2000:]
