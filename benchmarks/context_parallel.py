@@ -19,9 +19,10 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.measuring import completed, publish, say, torchrun, where_measured, words
-from common.cli import run
+from common.cli import UserError, run
 from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
+from common.models.layers.residual import Model
 
 WAYS = {"p2p": "dual_chunk", "all_gather": "dual_chunk", "p2p, contiguous": "contiguous"}
 HEADS = {"esm2": (20, 20), "llama": (20, 5)}  # of queries, and of keys and values, of 16 numbers each
@@ -94,7 +95,7 @@ def measure(args: Arguments) -> dict | None:
     return dict(zip(("seconds", "activations", "bytes"), of_largest, strict=True))
 
 
-def model_of(args: Arguments):
+def model_of(args: Arguments) -> Model:
     """Random weights, on the CPU."""
     from common.models.esm2.config import esm2_config
     from common.models.esm2.model import build_model
@@ -193,6 +194,8 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print(json.dumps(found))
         return
+    if args.model not in HEADS:
+        raise UserError(f"--model {args.model}: choose {' or '.join(HEADS)}")
     publish(compare(args), args.output)
 
 
