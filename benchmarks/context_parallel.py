@@ -19,16 +19,19 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.measuring import completed, publish, say, torchrun, where_measured, words
-from common.cli import run
+from common.cli import UserError, run
 from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
+from common.models.layers.residual import Model
 
 WAYS = {"p2p": "dual_chunk", "all_gather": "dual_chunk", "p2p, contiguous": "contiguous"}
+HEADS = {"esm2": (20, 20), "llama": (20, 5)}  # of queries, and of keys and values, of 16 numbers each
 
 
 @dataclass
 class Arguments:
     lengths: str = flag("2048,8192,32768", "Tokens of the sequence.")
+    model: str = flag("esm2", "esm2, or llama: causal, with four heads of queries to one of keys.")
     layers: int = flag(2, "Layers, of the 8M model's width.")
     cp_size: int = flag(2, "Ranks that share it.")
     rounds: int = flag(3, "Times that every measurement is repeated; sequences above 10,000 tokens once.")
@@ -45,9 +48,8 @@ def measure(args: Arguments) -> dict | None:
     from common.data.crops import Pack
     from common.distributed.run import keep_freed_memory
     from common.distributed.world import World
-    from common.models.esm2.config import esm2_config
-    from common.models.esm2.model import build_model
     from common.models.layers.context_attention import enable_context_parallel
+    from extras.text.causal import CausalCollator
 
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -56,8 +58,8 @@ def measure(args: Arguments) -> dict | None:
     length = int(args.lengths)
     ids = torch.randint(4, 24, (length,), generator=torch.Generator().manual_seed(0)).to(torch.uint8).numpy()
     pack = Pack(*(torch.tensor([n]).numpy() for n in (0, 0, length)), epoch=0)
-    collator = MaskingCollator(ESM2_TOKENS, seed=0)
-    model = build_model(esm2_config(layers=args.layers, hidden_size=320, heads=20), seed=0)
+    collator = MaskingCollator(ESM2_TOKENS, seed=0) if args.model == "esm2" else CausalCollator(length)
+    model = model_of(args)
     if world.size > 1:
         world.create_cp_groups(world.size)
         layout = WAYS[args.worker]
@@ -93,6 +95,24 @@ def measure(args: Arguments) -> dict | None:
     return dict(zip(("seconds", "activations", "bytes"), of_largest, strict=True))
 
 
+def model_of(args: Arguments) -> Model:
+    """Random weights, on the CPU."""
+    from common.models.esm2.config import esm2_config
+    from common.models.esm2.model import build_model
+    from common.models.layers.initialise import initialise
+    from extras.decoders.config import DecoderConfig
+    from extras.decoders.model import DecoderForCausalLM
+
+    heads, kv_heads = HEADS[args.model]
+    if args.model == "esm2":
+        return build_model(esm2_config(layers=args.layers, hidden_size=320, heads=heads), seed=0)
+    sizes = {"vocab_size": 272, "hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": args.layers}
+    config = DecoderConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    model = DecoderForCausalLM(config)
+    initialise(model, 0, config.initializer_range)
+    return model
+
+
 def _count_bytes(size: int) -> list[int]:
     """Of what this rank sends from now on, appended with every call."""
     import torch.distributed as dist
@@ -121,24 +141,27 @@ def _count_bytes(size: int) -> list[int]:
 
 def in_theory(args: Arguments, way: str, length: int) -> float:
     """Bytes that a rank sends in a forward and a backward pass."""
-    block = 2 * 4 * 320 * length / args.cp_size  # keys and values, fp32
+    block = 2 * 4 * 16 * HEADS[args.model][1] * length / args.cp_size  # keys and values, fp32
     others = args.cp_size - 1
     return args.layers * block * (2 * others + (others + 1 if way.startswith("p2p") else others))
 
 
 def compare(args: Arguments) -> str:
     hardware, command = where_measured("benchmarks.context_parallel", "torch")
+    heads = [str(number) for number in dict.fromkeys(HEADS[args.model])]
     lines = [
         f"# Context parallelism on {args.cp_size} ranks",
         "",
-        f"{args.layers} layers of 320 and 20 heads, fp32, one thread a rank. {hardware}",
+        f"{args.model}: {args.layers} layers of 320 and {' and '.join(heads)} heads, "
+        f"fp32, one thread a rank. {hardware}",
         "",
         command,
         "",
         "| tokens | way | pass, s | of one rank's / cp | activations, MB | of one's / cp | sent, MB | in theory |",
         "|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
-    cases = {"one rank": 1} | dict.fromkeys(WAYS, args.cp_size)
+    ways = [way for way, layout in WAYS.items() if args.model == "esm2" or layout == "dual_chunk"]
+    cases = {"one rank": 1} | dict.fromkeys(ways, args.cp_size)
     for length in map(int, args.lengths.split(",")):
         found: dict[str, list[dict]] = {way: [] for way in cases}
         for _ in range(args.rounds if length <= 10_000 else 1):
@@ -158,7 +181,7 @@ def compare(args: Arguments) -> str:
 
 
 def _in_ranks(args: Arguments, way: str, ranks: int, length: int) -> dict:
-    flags = {"worker": way, "layers": args.layers, "cp_size": args.cp_size, "lengths": length}
+    flags = {"worker": way, "model": args.model, "layers": args.layers, "cp_size": args.cp_size, "lengths": length}
     command = [*torchrun(ranks), "-m", "benchmarks.context_parallel", *words(flags)]
     done = completed(command, f"{length} tokens, {way}", os.environ | {"OMP_NUM_THREADS": "1"})
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -171,6 +194,8 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print(json.dumps(found))
         return
+    if args.model not in HEADS:
+        raise UserError(f"--model {args.model}: choose {' or '.join(HEADS)}")
     publish(compare(args), args.output)
 
 

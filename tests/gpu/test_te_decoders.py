@@ -42,6 +42,7 @@ LENGTHS = (17, 64, 1, 46)  # 128 tokens: no fillers
 
 def model_of(name: str, backend: str) -> DecoderForCausalLM:
     config = replace(PRESETS[name].config, **SIZES, **HEADS, initializer_range=0.05)
+    config = replace(config, num_local_experts=min(config.num_local_experts, 4))
     with torch.device("meta"):
         model = DecoderForCausalLM(config, backend)
     model.to_empty(device="cuda")
@@ -88,7 +89,7 @@ def test_bf16_equals_fp32():
 @pytest.mark.parametrize("name", RECIPES)
 def test_matmuls_equal_the_emulation(name, preset, forget):  # noqa: F811
     """In fp32, where both quantise the same tensors: forward, and every gradient. A GPU's units keep fewer bits
-    between partial sums, which moves a number over the edge between two neighbours now and then. Of Mixtral's eight
+    between partial sums, which moves a number over the edge between two neighbours now and then. Of Mixtral's four
     experts one gets no token, and the others get numbers that are no multiples of anything."""
     from common.precision.te import Quantised
 
@@ -120,7 +121,7 @@ def test_matmuls_equal_the_emulation(name, preset, forget):  # noqa: F811
     plain, ours, theirs = map(of_modules, (start, emulated, quantised))
     if start.config.num_local_experts:
         for found in (ours, theirs):
-            assert not found["layernorm_mlp.fc1_weight"].chunk(8)[3].any(), "it has no tokens"
+            assert not found["layernorm_mlp.fc1_weight"].chunk(4)[3].any(), "it has no tokens"
     for name, tensor in ours.items():
         assert relative(tensor, plain[name]) > 0.005, name
         assert relative(theirs[name], tensor) < relative(tensor, plain[name]) / 4, name

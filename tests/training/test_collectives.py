@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training_fixtures import _main, flags_of, on_ranks, rows
 
-STEPS = 5
+STEPS = 4  # the estimate of the run's time, after the fifth, takes an exchange of its own
 ROW = "row"
 CASES = {
     # Gradients are in one bucket, reduced after the last of a step's two micro-batches.
