@@ -134,9 +134,10 @@ def main() -> None:
             chosen["max_eval_samples"] = max(1, int(fraction * proteins))
         write_json(Path(args.flags_file), flags_of_run(args) | chosen)
     timed = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
-    minutes = f"about {in_all / 60:.1f} minutes"
+    limit = args.stop_after_minutes or math.inf
+    minutes = f"about {min(in_all / 60, limit):.1f} minutes"
     if args.stop_after_minutes:
-        minutes += f", at most {args.stop_after_minutes:g} if the machine becomes slower"
+        minutes += f", at most {limit:g} even if the machine becomes slower"
     logger.info(
         "A step of %s tokens: %s. So: %s, %d steps, %s",
         *(f"{args.data.tokens_per_pack:,}", timed, precision, steps, minutes),
