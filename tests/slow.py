@@ -149,7 +149,6 @@ SLOW = {
         "test_encoder_trains_like_bf16_up_to_the_formats[current-biohub/ESMC-300M-hf]",
         "test_decoder_trains_like_bf16_up_to_the_formats[2-nvfp4]",
         "test_encoder_trains_like_bf16_up_to_the_formats[current-chandar-lab/AMPLIFY_120M]",
-        "test_esmc_trains_like_bf16_up_to_the_formats[current]",
         "test_decoder_with_experts_trains_like_bf16[nvfp4]",
         "test_run_with_delayed_scaling_resumes_bit_exactly",
     ),
