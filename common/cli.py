@@ -163,6 +163,7 @@ def run(main: Callable[[], None], resumable: bool = False) -> None:
     resumable: SIGTERM ends it like Ctrl-C, with STOPPED_BY_SIGTERM. PID 1 of a container would ignore it otherwise.
     """
     setup_logging()
+    os.environ["MPLBACKEND"] = "agg"  # pictures are files; a notebook's cells inherit its backend, which may be absent
     if resumable:
         _listen_to_sigterm()
     with user_errors(quiet=not is_first_on_node()):

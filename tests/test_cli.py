@@ -297,3 +297,11 @@ def test_denied_file_names_its_owner_and_the_user_to_run_as(tmp_path, monkeypatc
     said = f"Permission denied: {there} belongs to user {owner}, and this is user {me}"
     assert line.startswith(f"error: {there / 'csv' / 'x000.csv'}: {said}")
     assert ("add --user $(id -u):$(id -g) to docker run" in line) == in_container
+
+
+def test_run_draws_in_the_cell_of_a_notebook():
+    """Whose environment names a backend that only the notebook's own Python has."""
+    drawing = "from common.cli import run; run(lambda: __import__('matplotlib.figure'))"
+    environment = os.environ | {"MPLBACKEND": "module://no_such_backend"}
+    done = subprocess.run([sys.executable, "-c", drawing], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
