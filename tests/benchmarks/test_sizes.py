@@ -49,5 +49,5 @@ def test_page_has_the_memory_and_disk_of_the_code():
 
 def test_page_has_the_commands_of_the_readme():
     commands = [f"`{script}.py {' '.join(words)}`" for script, words in of_one_node()]
-    assert len(commands) == 3
+    assert len(commands) == 2
     assert all(command in TEXT for command in commands)
