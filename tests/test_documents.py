@@ -13,6 +13,7 @@ import pytest
 from extras.prepare.planted import COIL_STRUCTURES, coil_structures
 from extras.prepare.sample import write_structures
 from tests.conftest import ROOT
+from tests.slow import SLOW
 from tests.typed import TWO_LAYERS, alarming, blocks, checkout_in, sh, smaller
 
 MODEL = "--config_name facebook/esm2_t6_8M_UR50D"
@@ -108,6 +109,12 @@ def test_page_names_tests_that_exist(page):
     there = {path.stem for path in files} | set(re.findall(r"def (test_\w+)\(", "".join(map(Path.read_text, files))))
     assert named
     assert named <= there, named - there
+
+
+def test_models_page_marks_slow_tests():
+    page = (ROOT / "docs" / "models.md").read_text()
+    slow = {test.partition("[")[0] for tests in SLOW.values() for test in tests}
+    assert set(re.findall(r"`(test_\w+)`\\\*", page)) == set(re.findall(r"`(test_\w+)`", page)) & slow
 
 
 def test_each_difference_has_a_reason():
