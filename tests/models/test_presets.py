@@ -102,7 +102,7 @@ def test_config_json_broken_is_one_line(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError) as caught:
         load_config(str(tmp_path))
-    assert str(caught.value).startswith(f"{tmp_path}: no configuration found")
+    assert str(caught.value).startswith(f"{tmp_path}: config.json cannot be used (")
     assert "\n" not in str(caught.value)
 
 

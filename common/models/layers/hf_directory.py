@@ -127,8 +127,12 @@ def load_config(name: str, read: Callable[[Path], Config], given: str, built_in:
         return read(path)
     except Exception as error:  # the Hub has many; or a malformed config.json
         reason = one_line(error)[:160]
+        if directory.is_dir():
+            raise UserError(
+                f"{given}: {path.name} cannot be used ({reason}): give a directory written by save_pretrained"
+            ) from error
         raise UserError(
-            f"{given}: no configuration found, neither there nor on the Hub ({reason}); a gated model needs HF_TOKEN; "
+            f"{given}: no configuration found on the Hub ({reason}); a gated model needs HF_TOKEN; "
             f"built-in names: {known}"
         ) from error
 
