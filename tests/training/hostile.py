@@ -351,7 +351,11 @@ CONFIGS = [
     ("an epsilon that is NaN", config(layer_norm_eps=float("nan")), "layer_norm_eps is nan"),
     ("a list", written("config.json", b"[]"), "expected an object of names and values"),
     ("deep", written("config.json", 100_000 * b"["), "nested too deeply"),
-    ("a number of 5,000 digits", written("config.json", b'{"hidden_size": ' + 5000 * b"9" + b"}"), "no configuration"),
+    (
+        "a number of 5,000 digits",
+        written("config.json", b'{"hidden_size": ' + 5000 * b"9" + b"}"),
+        "config.json cannot be used",
+    ),
 ]
 
 CASES = [
