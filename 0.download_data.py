@@ -56,14 +56,15 @@ class Arguments(Flags):
     )
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
     sha256: list[str] = field(default_factory=list, metadata={"help": "SHA-256 checksums, likewise"})
-    on_bad_record: Policy = flag("error", "skip: drop invalid records (without id or sequence etc.), and count them")
+    on_bad_record: Policy = flag(
+        "error", "invalid records (without id or sequence etc.): stop, or count them", choices=get_args(Policy)
+    )
     max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
     seed: int = flag(42, "seed of the shuffle")
     overwrite: bool = flag(False, "replace existing outputs")
     verify: bool = flag(False, "read complete outputs and compare their checksums")
 
     def check(self) -> None:
-        self.require_choice("on_bad_record", get_args(Policy))
         self.require_at_least(1, "max_records_per_partition")
         limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")

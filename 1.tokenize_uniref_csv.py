@@ -76,7 +76,7 @@ class Arguments(Flags):
         None, "cluster at this identity (0.5) with MMseqs2, which must be installed, and split as --cluster_table does"
     )
     on_bad_record: Policy = flag(
-        "error", "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"
+        "error", "rows without text, not ASCII or not of two columns: stop, or count them", choices=get_args(Policy)
     )
     line_ends_in_text: bool = flag(False, "quoted texts may span lines; line ends are removed")
     max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
@@ -93,7 +93,6 @@ class Arguments(Flags):
         return self.cluster is not None or self.cluster_table is not None
 
     def check(self) -> None:
-        self.require_choice("on_bad_record", get_args(Policy))
         check_tokenizer(self.tokenizer_name)
         if self.max_seq_length is not None and self.max_seq_length < 3:
             raise UserError(f"--max_seq_length {self.max_seq_length}: at least 3 (<cls>, a residue, <eos>)")

@@ -56,7 +56,7 @@ class Arguments(Flags):
     label_column: str = flag("label", "The column of the labels; rows without one are left out.")
     validation_size: float = flag(0.1, "Part of the proteins, by a hash of the sequence, where no split is given.")
     test_size: float = flag(0.2, "Likewise.")
-    problem_type: str | None = flag(None, f"{', '.join(TASKS)}. Default: by the labels.")
+    problem_type: str | None = flag(None, "What the labels are. Default: by the labels.", choices=TASKS)
     full: bool = flag(False, "Train all weights, not LoRA's.")
     lora_r: int = flag(8, "Rank of LoRA's matrices.")
     lora_alpha: float = flag(16.0, "LoRA's scale times its rank.")
@@ -88,7 +88,6 @@ class Arguments(Flags):
             yield Missing("--output_dir", "where the model goes", "tuned")
 
     def check(self) -> None:
-        self.require_choice("problem_type", (None, *TASKS))
         counts = ("lora_r", "num_train_epochs", "patience", "batch_size", "tokens_per_batch", "save_steps")
         self.require_at_least(1, *counts)
         self.require_above(0, "learning_rate", "lora_alpha")

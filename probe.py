@@ -67,7 +67,7 @@ class Arguments(Flags):
     per_residue: bool = flag(False, "With --model_name_or_path: the labels are strings, of residues.")
     bf16: bool = flag(False, "With --model_name_or_path: compute in bfloat16.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
-    probe: str | None = flag(None, "ridge, linear or logistic. Default: ridge for numbers, logistic for classes.")
+    probe: str | None = flag(None, "Default: ridge for numbers, logistic for classes.", choices=PROBES)
     overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
 
     def missing(self) -> Iterator[Missing]:
@@ -81,7 +81,6 @@ class Arguments(Flags):
             yield Missing("--output_dir", "where the results go", "probed")
 
     def check(self) -> None:
-        self.require_choice("probe", (None, *PROBES))
         if self.model_name_or_path and self.embeddings:
             raise UserError("--model_name_or_path and --embeddings: give one of them")
         for name in ("fasta", "labels"):

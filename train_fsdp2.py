@@ -45,9 +45,14 @@ class FsdpFlags(RecomputeFlags):
         None,
         "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ". Default: full; "
         "hybrid across nodes of GPUs where it fits.",
+        choices=STRATEGIES,
     )
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
-    param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")
+    param_dtype: str = flag(
+        "fp32",
+        "Of master weights; bf16: weights, gradients and moments in half the memory.",
+        choices=("fp32", "bf16"),
+    )
     offload_activations: bool = flag(False, "Keep activations in host memory between forward and backward.")
     cpu_offload: bool = flag(False, "Keep weights, gradients and optimiser in host memory.")
     sync_each_batch: bool = flag(False, "Reduce-scatter gradients after every micro-batch: less memory, more traffic.")
@@ -72,9 +77,6 @@ class FsdpFlags(RecomputeFlags):
             yield Missing("--bf16", "--param_dtype bf16 stores what it computes with")
 
     def check(self) -> None:
-        if self.sharding_strategy is not None:
-            self.require_choice("sharding_strategy", STRATEGIES)
-        self.require_choice("param_dtype", ("fp32", "bf16"))
         if self.forward_prefetch < 0:
             raise UserError(f"--forward_prefetch {self.forward_prefetch}: must not be negative")
 

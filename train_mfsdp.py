@@ -33,7 +33,9 @@ class MegatronFlags(RecomputeFlags):
     unlisted = ("check_for_nan_in_grad", "overlap_grad_reduce", "overlap_param_gather", "average_in_collective")
 
     zero_dp_strategy: str = flag(
-        "optim_grads_params", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + "."
+        "optim_grads_params",
+        "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".",
+        choices=STRATEGIES,
     )
     hsdp_shard_size: int | None = flag(
         None, "Ranks that share one copy. Default: all; for FSDP2 with hybrid, a node's."
@@ -59,7 +61,6 @@ class MegatronFlags(RecomputeFlags):
 
     def check(self) -> None:
         """Refuses what megatron-fsdp 0.6.1 gets wrong, mostly silently."""
-        self.require_choice("zero_dp_strategy", STRATEGIES)
         hybrid = self.hsdp_shard_size is not None
         sums_twice = hybrid or self.zero_dp_strategy in ("no_shard", "optim")
         if not self.overlap_grad_reduce:

@@ -313,14 +313,13 @@ def prove_all(args: Arguments, work: Path) -> dict[Row, Bounds | str]:
 
 @dataclass
 class Arguments(Flags):
-    device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu.")
+    device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "Where to train.", choices=("cuda", "cpu"))
     seconds: int = flag(300, "Give a process up after so long; the first steps on a GPU compile.")
     keep: str | None = flag(None, "Leave all runs there: a new directory.")
     output: str | None = flag(None, "Also write the table there.")
     worker: str | None = flag(None, "Internal: run this loop in this process and print JSON.")
 
     def check(self) -> None:
-        self.require_choice("device", ("cuda", "cpu"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device cuda: no GPU here; --device cpu checks the rest")
         if self.keep and Path(self.keep).exists() and not self.worker:

@@ -53,7 +53,7 @@ def help_text(program: str, description: str | None, specs: Iterable[Any], idle:
     lines.pop()
     for group in sorted(groups, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
         lines += ["", f"{group}:", *groups[group]]
-    lines += ["", "A file of flags, YAML or JSON, may come first; flags after it win."]
+    lines += ["", *textwrap.wrap("A file of flags, YAML or JSON, may come first; flags after it win.", width)]
     if all_ and unlisted:
         lines += textwrap.wrap(f"Rarely of use, see docs/flags.md: {', '.join(unlisted)}.", width)
     if all_ and idle:
@@ -92,7 +92,8 @@ def _filled(lines: list[str], width: int) -> Iterator[str]:
 
 
 def _lines(spec: Any, width: int) -> Iterator[str]:
-    names, text, value = [f"--{spec.name}", *spec.aliases], spec.help, _value(spec.type)
+    names, text = [f"--{spec.name}", *spec.aliases], spec.help
+    value = f" {{{','.join(spec.choices)}}}" if spec.choices else _value(spec.type)
     if spec.default is True and not value:  # only switching it off makes sense
         on, _, off = text.partition("; False: ")
         text = off[:1].upper() + off[1:] if off else f"Switches off what is on: {on[:1].lower()}{on[1:]}"
@@ -100,9 +101,13 @@ def _lines(spec: Any, width: int) -> Iterator[str]:
     elif "efault" not in text and (default := _default(spec.default)):
         text = f"{text if text.endswith('...') else text.removesuffix('.')} [{default}]"
     head = f"  {', '.join(names)}{value}"
-    body = textwrap.wrap(text, width - NAMES) or [""]
+    body = textwrap.wrap(text, width - NAMES, break_on_hyphens=False) or [""]
     if len(head) < NAMES:
         head, body = f"{head:<{NAMES}}{body[0]}", body[1:]
+    while len(head) > width:  # many choices
+        cut = head.rindex(",", 0, width) + 1
+        yield head[:cut]
+        head = f"      {head[cut:]}"
     yield head.rstrip()
     yield from (" " * NAMES + line for line in body)
 

@@ -23,9 +23,13 @@ T = TypeVar("T")
 LEVELS = ("unlisted", "required", "advanced")  # of a flag in --help, see `Flags`; the first that names it counts
 
 
-def flag(default, text: str, *aliases: str):
-    """A field of a dataclass of flags: its default, its line of help, and other names of it on a command line."""
-    return field(default=default, metadata={"help": text, "aliases": [f"--{name}" for name in aliases]})
+def flag(default, text: str, *aliases: str, choices: Iterable[str] = ()):
+    """A field of a dataclass of flags: its default, its line of help, and other names of it on a command line.
+
+    choices: all values but None that it may have once `Flags.resolve` is done; empty: any.
+    """
+    names = [f"--{name}" for name in aliases]
+    return field(default=default, metadata={"help": text, "aliases": names, "choices": tuple(choices)})
 
 
 class Missing(NamedTuple):
@@ -41,14 +45,15 @@ class Flags:
 
     A script's dataclass may nest others (`data: DataFlags = field(default_factory=DataFlags)`); the command line and
     files of flags stay flat. `parse_arguments` calls `resolve`, which fills in defaults that depend on other flags,
-    then `missing` and `check` of every class: nothing is written to flags after that. A class that extends another
-    one's flags does not call the `missing` and `check` of its base: `checked` does.
+    then looks at the choices, then calls `missing` and `check` of every class: nothing is written to flags after that.
+    A class that extends another one's flags does not call the `missing` and `check` of its base: `checked` does.
 
     overrides: {flag: flags whose values from the file of flags it removes when given on the command line}.
     last_wins: flags of `overrides` that also replace those given before them on the command line.
     belongs_to: {flag: the one whose value it describes}: another value of that one, given later, removes it.
-    changed: {flag: flag(...)} of flags of other groups that have another default, help or alias here; an empty help
-    keeps theirs. idle: {name: why it does nothing}, of names that are accepted for compatibility only.
+    changed: {flag: flag(...)} of flags of other groups that have another default, help, alias or choices here; an
+    empty help keeps theirs, as no choices do. idle: {name: why it does nothing}, of names that are accepted for
+    compatibility only.
     """
 
     overrides: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -91,11 +96,6 @@ class Flags:
             if (value := getattr(self, name)) is not None and not value > least:
                 raise UserError(f"--{name} {value}: must be above {least}")
 
-    def require_choice(self, name: str, choices: Iterable[str | None]) -> None:
-        """UserError unless the flag is one of the choices."""
-        if getattr(self, name) not in choices:
-            raise UserError(f"--{name} {getattr(self, name)}: choose {', '.join(c for c in choices if c)}")
-
 
 def groups(args: Any) -> Iterator[Any]:
     """The dataclasses of flags that are nested in this one, then itself."""
@@ -134,6 +134,10 @@ def _replaced(args: Any, values: dict[str, Any]) -> Any:
 def checked(args: T) -> T:
     """The flags with all defaults resolved. UserError for what is missing, else for the first value that is wrong."""
     args = _resolved(args)
+    values = flat(args)
+    for spec in flag_specs(args):
+        if spec.choices and values[spec.name] not in (None, *spec.choices):
+            raise UserError(f"--{spec.name} {values[spec.name]}: choose {', '.join(spec.choices)}")
     lacking: dict[str, Missing] = {}
     parts = [part for part in groups(args) if isinstance(part, Flags)]
     methods = [(part, vars(kind)) for part in parts for kind in reversed(type(part).__mro__)]
@@ -226,6 +230,7 @@ class FlagSpec(NamedTuple):
     default: Any
     help: str
     aliases: tuple[str, ...]
+    choices: tuple[str, ...]  # empty: any value
     group: str
     level: str  # one of LEVELS, or empty
 
@@ -264,12 +269,13 @@ def flag_specs(args: Any) -> list[FlagSpec]:
                 continue
             metadata = each.metadata | (dict(changed[each.name].metadata) if each.name in changed else {})
             text = metadata.get("help") or each.metadata.get("help", "")
+            choices = metadata.get("choices") or each.metadata.get("choices", ())
             level = next((level for level, names in named.items() if each.name in names), "")
             annotations = ((kind, vars(kind).get("__annotations__", ())) for kind in reversed(type(part).__mro__))
             declares = (kind for kind, names in annotations if each.name in names)
             aliases = tuple(metadata.get("aliases", ()))
             group = getattr(next(declares), "group", "options")
-            specs.append(FlagSpec(each.name, str(each.type), value, text, aliases, group, level))
+            specs.append(FlagSpec(each.name, str(each.type), value, text, aliases, choices, group, level))
     return specs
 
 

@@ -63,7 +63,8 @@ def specs_of(args: RunArguments) -> dict[str, FlagSpec]:
 
 
 def text_of(spec: FlagSpec) -> str:
-    return spec.help.replace("<", "&lt;").replace("|", "&#124;")
+    text = spec.help.replace("<", "&lt;").replace("|", "&#124;")
+    return f"{', '.join(f'`{choice}`' for choice in spec.choices)}. {text}" if spec.choices else text
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -28,10 +28,7 @@ class Size(Flags):
 
 @dataclass
 class Colour(Flags):
-    colour: str | None = flag(None, "red or blue.")
-
-    def check(self) -> None:
-        self.require_choice("colour", (None, "red", "blue"))
+    colour: str | None = flag(None, "Of the lines.", choices=("red", "blue"))
 
 
 @dataclass

@@ -33,8 +33,9 @@ class StepFlags(Flags):
 
     cp_layout: str = flag(
         "dual_chunk",
-        "With --cp_size: each rank has two chunks of a sequence (dual_chunk), or one run of it, without padding "
-        "(contiguous; torch backend).",
+        "With --cp_size: each rank has two chunks of a sequence, or one run of it, without padding (contiguous; torch "
+        "backend).",
+        choices=("dual_chunk", "contiguous"),
     )
     pad_sequences_to_be_divisible_by: int | None = flag(
         None, "With dual_chunk: pad each sequence to a multiple of this. Default: 2 x --cp_size."

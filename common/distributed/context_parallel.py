@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LAYOUTS = ("dual_chunk", "contiguous")
-
 
 @dataclass(frozen=True)
 class ContextGroup:

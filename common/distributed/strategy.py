@@ -202,7 +202,9 @@ class ReplicaFlags(StrategyFlags):
         None,
         "Megabytes of gradients per all-reduce bucket. Default: 25 on up to 8 ranks, up to 100 on more.",
     )
-    ddp_bucket_dtype: str = flag("fp32", "All-reduce gradients in fp32, or in bf16: half the bytes, and rounded.")
+    ddp_bucket_dtype: str = flag(
+        "fp32", "All-reduce gradients in it; bf16: half the bytes, and rounded.", choices=("fp32", "bf16")
+    )
     cuda_graphs: bool = flag(
         False,
         "Record each compiled layer, or Transformer Engine's, as a CUDA graph and replay it. No GPU has measured it "
@@ -227,7 +229,6 @@ class ReplicaFlags(StrategyFlags):
                 "--cuda_graphs: a recomputed layer runs within the backward pass, where none is recorded: drop it, or "
                 "--gradient_checkpointing"
             )
-        self.require_choice("ddp_bucket_dtype", ("fp32", "bf16"))
         self.require_at_least(1, "ddp_bucket_cap_mb")
 
 

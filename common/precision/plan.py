@@ -122,9 +122,11 @@ class PrecisionFlags(Flags):
 
     bf16: bool = flag(False, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
     fp8: bool = flag(False, "Compute encoder layers in FP8 (docs/precision.md).")
-    fp8_recipe: str = flag("delayed", f"FP8 scaling: {', '.join(FP8_RECIPES)}.")
+    fp8_recipe: str = flag("delayed", "Scaling in FP8 (docs/precision.md).", choices=FP8_RECIPES)
     fp8_format: str | None = flag(
-        None, "hybrid (E4M3, gradients E5M2) or e4m3. Default: hybrid; e4m3 for block and mxfp8."
+        None,
+        "hybrid: E4M3, gradients E5M2. Default: hybrid; e4m3 for block and mxfp8.",
+        choices=("hybrid", "e4m3"),
     )
     fp8_layers: str | None = flag(None, "Layers in FP8, counted from 1: 1-3,6. Default: all but --fp4_layers.")
     fp8_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"amax_history_len": 16}.')
@@ -133,7 +135,7 @@ class PrecisionFlags(Flags):
         False, "FP8 by torch's own matmuls in torch's layers, compiled too; --fp8_recipe current alone."
     )
     fp4: bool = flag(False, "Compute encoder layers in NVFP4.")
-    fp4_format: str = flag("e2m1", "e2m1 is the only one.")
+    fp4_format: str = flag("e2m1", "The format of NVFP4.", choices=("e2m1",))
     fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all but --fp8_layers.")
     fp4_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"disable_rht": true}.')
     emulate_precision: bool = flag(False, "Round as those formats do, in plain PyTorch, on any device.")
@@ -207,15 +209,12 @@ def recipes(flags: PrecisionFlags) -> dict[str, Recipe]:
     """{"fp8": ..., "fp4": ...}, those that are enabled. UserError for flags that contradict each other."""
     if flags.emulate_precision and flags.fp8_params:
         raise UserError("--fp8_params keeps weights in a GPU's memory in FP8: drop it with --emulate_precision")
-    flags.require_choice("fp8_recipe", FP8_RECIPES)
     if flags.fp8_scaled_mm:
         for name in ("emulate_precision", "fp8_params", "fp4", "quant_stats"):
             if getattr(flags, name):
                 raise UserError(f"--fp8_scaled_mm does not go with --{name}: drop one of the two")
         if flags.fp8_recipe != "current":
             raise UserError(f"--fp8_scaled_mm: not with --fp8_recipe {flags.fp8_recipe}: give --fp8_recipe current")
-    flags.require_choice("fp8_format", (None, "hybrid", "e4m3"))
-    flags.require_choice("fp4_format", ("e2m1",))
     enabled: dict[str, Recipe] = {}
     if flags.fp8:
         kind = FP8_RECIPES[flags.fp8_recipe]

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from common.cli import UserError
 from common.data.flags import StepFlags
-from common.distributed.context_parallel import LAYOUTS
 from common.distributed.run import ProcessFlags
 from common.distributed.strategy import StrategyFlags
 from common.flags import Flags, Missing, flag
@@ -143,10 +142,11 @@ class RunArguments(Flags, ABC):
 
     task: str = flag(
         "mlm",
-        "mlm (masked language modelling, ESM-2) or clm (causal, a decoder: docs/decoders.md). Default: clm with "
-        "--model, --model_type or a decoder's weights.",
+        "Masked language modelling (ESM-2), or causal (a decoder: docs/decoders.md). Default: clm with --model, "
+        "--model_type or a decoder's weights.",
+        choices=("mlm", "clm"),
     )
-    do_train: bool = flag(True, "Train.")
+    do_train: bool = flag(True, "Train; False: only evaluate, with --do_eval.")
     do_eval: bool = flag(False, "Evaluate on the validation split, and at the end on the test split too.")
     eval_steps: float | None = flag(None, "Evaluate every N steps (below 1: a fraction of the run), with --do_eval.")
     eval_on_start: bool = flag(False, "Evaluate before the first step, with --do_eval.")
@@ -211,8 +211,6 @@ class RunArguments(Flags, ABC):
         self.require_above(0, "eval_steps")
         cp_size, layout = self.process.cp_size, self.data.cp_layout
         multiple = self.data.pad_sequences_to_be_divisible_by
-        if layout not in LAYOUTS:
-            raise UserError(f"--cp_layout {layout}: choose {', '.join(LAYOUTS)}")
         if multiple is not None and layout == "contiguous":
             raise UserError(
                 "--pad_sequences_to_be_divisible_by: --cp_layout contiguous pads nothing: drop one of them"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class OptimizerFlags(ScheduleFlags):
     advanced = ("adam_beta1", "adam_beta2")
     unlisted = ("adam_epsilon", "max_skipped_steps", "triton_adamw")
 
-    optim: str = flag("adamw_torch_fused", "adamw_torch_fused, or muon (docs/optimisation.md).")
+    optim: str = flag("adamw_torch_fused", "The optimiser (docs/optimisation.md).", choices=OPTIMIZERS)
     weight_decay: float = flag(0.01, "On matrices and embeddings; never on biases and norms.")
     adam_beta1: float = flag(0.9, "AdamW's first moment.")
     adam_beta2: float = flag(0.98, "AdamW's second moment.")
@@ -41,11 +41,11 @@ class OptimizerFlags(ScheduleFlags):
         False, "Clip, update and round to bf16 in one Triton kernel: fewer bytes on a GPU. No GPU has timed it."
     )
 
-    def resolve(self) -> OptimizerFlags:
-        return replace(self, optim="adamw_torch_fused") if self.optim == "adamw_torch" else self
+    def resolve(self) -> Self:
+        optim = "adamw_torch_fused" if self.optim == "adamw_torch" else self.optim
+        return replace(super().resolve(), optim=optim)
 
     def check(self) -> None:
-        self.require_choice("optim", OPTIMIZERS)
         for name in ("weight_decay", "adam_epsilon", "max_grad_norm"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"--{name} {getattr(self, name)}: must be a number that is not negative")

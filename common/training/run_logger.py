@@ -175,7 +175,7 @@ class LogFlags(Flags):
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
     straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
     profile_steps: str | None = flag(None, "Write a torch profiler trace of the steps A-B under output_dir/profile/.")
-    report_to: str = flag("none", "none, tensorboard or wandb (each must be installed).")
+    report_to: str = flag("none", "A tracker, which must be installed.", choices=("none", "tensorboard", "wandb"))
     run_name: str | None = flag(None, "Name of the run for --report_to.")
     disable_tqdm: bool = flag(False, "No progress bar.")
     peak_tflops_per_gpu: float | None = flag(
@@ -190,7 +190,6 @@ class LogFlags(Flags):
             from extras.monitor.step_monitor import parse_steps
 
             parse_steps(self.profile_steps)
-        self.require_choice("report_to", ("none", "tensorboard", "wandb"))
         if self.report_to != "none" and find_spec(self.report_to) is None:
             raise UserError(f"--report_to {self.report_to}: not installed: ./install.sh --trackers")
 

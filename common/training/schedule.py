@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ LEAST_WARMUP_STEPS = 100  # of the default, in runs that are too short for ESM-2
 WSD_DECAY = 0.2  # of the run
 TRANSFORMERS_NAMES = {"warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine"}
 WITH_FLOOR = ("esm2", "linear", "cosine", "wsd")
+SCHEDULES = (*WITH_FLOOR, "annealing", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,9 @@ class ScheduleFlags(Flags):
     learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
     lr_scheduler_type: str = flag(
         "esm2",
-        "esm2 (linear to a tenth at 90 % of the run), linear, cosine, wsd (linear in the last fifth), annealing (the "
-        "FSDP guide's cosine), constant, constant_with_warmup, polynomial or inverse_sqrt.",
+        "esm2: linear to a tenth at 90 % of the run; wsd: linear in the last fifth; annealing: the FSDP guide's "
+        "cosine; the others: transformers'.",
+        choices=SCHEDULES,
     )
     warmup_steps: float | None = flag(
         None, "Steps, or a fraction of the run below 1. Default: 2000, at most 5 %; in short runs 100, at most 15 %."
@@ -42,10 +45,9 @@ class ScheduleFlags(Flags):
         None, "With wsd: steps, or a fraction of the run below 1, over which the rate falls at the end. Default: 0.2."
     )
 
-    @property
-    def schedule_name(self) -> str:
-        """--lr_scheduler_type without transformers' second names."""
-        return TRANSFORMERS_NAMES.get(self.lr_scheduler_type, self.lr_scheduler_type)
+    def resolve(self) -> Self:
+        name = TRANSFORMERS_NAMES.get(self.lr_scheduler_type, self.lr_scheduler_type)
+        return replace(self, lr_scheduler_type=name)
 
     def schedule(self, total_steps: int) -> Callable[[int], float]:
         """step (0-based, the one about to be taken) -> learning rate."""
@@ -58,14 +60,14 @@ class ScheduleFlags(Flags):
         if self.min_lr_rate is not None and not 0 <= self.min_lr_rate <= 1:
             raise UserError(f"--min_lr_rate {self.min_lr_rate}: a fraction of the peak, 0 to 1")
         if self.lr_decay_steps is not None:
-            if self.schedule_name != "wsd":
+            if self.lr_scheduler_type != "wsd":
                 raise UserError(
                     f"--lr_decay_steps {self.lr_decay_steps}: goes with --lr_scheduler_type wsd, not "
                     f"{self.lr_scheduler_type}: drop one"
                 )
             if not 0 < self.lr_decay_steps < math.inf:
                 raise UserError(f"--lr_decay_steps {self.lr_decay_steps}: must be above 0")
-        self.schedule(total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
+        self.schedule(total_steps=1000)  # what a schedule refuses is a UserError
 
 
 def in_steps(given: float, total_steps: int) -> int:
@@ -101,7 +103,7 @@ def lr_schedule(flags: ScheduleFlags, total_steps: int) -> Callable[[int], float
     `esm2` reaches the peak with the last step of the warm-up. The others, but for `annealing`, are transformers': the
     first step is taken at 0, and --min_lr_rate would be reached with the step after the last.
     """
-    name = flags.schedule_name
+    name = flags.lr_scheduler_type
     if flags.min_lr_rate is not None and name not in WITH_FLOOR:
         raise UserError(
             f"--min_lr_rate {flags.min_lr_rate}: goes with --lr_scheduler_type {', '.join(WITH_FLOOR)}, not {name}: "
@@ -145,20 +147,14 @@ def wsd(flags: ScheduleFlags, total_steps: int, warmup: int) -> Callable[[int], 
 
 
 def of_transformers(flags: ScheduleFlags, total_steps: int, warmup: int) -> Callable[[int], float]:
-    """step -> fraction of the peak, by transformers' get_scheduler. UserError if it has none of this name."""
-    from transformers import SchedulerType, get_scheduler  # imported here: takes a second
+    """step -> fraction of the peak, by transformers' get_scheduler."""
+    from transformers import get_scheduler  # imported here: takes a second
 
-    try:
-        kind = SchedulerType(flags.schedule_name)
-        scratch = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=flags.learning_rate)
-        scheduler = get_scheduler(kind, scratch, num_warmup_steps=warmup, num_training_steps=total_steps)
-        if not isinstance(scheduler, LambdaLR):
-            raise ValueError("not a function of the step alone")
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"--lr_scheduler_type {flags.lr_scheduler_type}: choose esm2, linear, cosine, wsd, annealing, constant, "
-            "constant_with_warmup, polynomial or inverse_sqrt"
-        ) from error
+    scratch = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=flags.learning_rate)
+    scheduler = get_scheduler(
+        flags.lr_scheduler_type, scratch, num_warmup_steps=warmup, num_training_steps=total_steps
+    )
+    assert isinstance(scheduler, LambdaLR)  # SCHEDULES are functions of the step alone
     return scheduler.lr_lambdas[0]
 
 

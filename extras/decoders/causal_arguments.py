@@ -137,8 +137,6 @@ class DecayFlags(OptimizerFlags):
         return self.min_lr if self.min_lr_rate is None else self.min_lr_rate * self.learning_rate
 
     def check(self) -> None:
-        if self.schedule_name not in STYLES:
-            self.require_choice("lr_scheduler_type", STYLES)
         self.require_at_least(1, "lr_decay_iters")
         if self.lr_scheduler_type == "constant" and self.min_lr_rate is not None:
             raise UserError(f"--min_lr_rate {self.min_lr_rate}: --lr_decay_style constant never falls: drop one")
@@ -156,7 +154,7 @@ class DecayFlags(OptimizerFlags):
     def schedule(self, total_steps: int) -> Callable[[int], float]:
         """The peak comes with the last step of the warm-up; --min_lr with step --lr_decay_iters, and stays.
         `annealing` differs in both."""
-        peak, low, style = self.learning_rate, self.lowest, self.schedule_name
+        peak, low, style = self.learning_rate, self.lowest, self.lr_scheduler_type
         if style == "annealing":
             return annealing(self, total_steps, low, self.lr_decay_iters)
         warm = warmup_steps(self, total_steps)
@@ -191,9 +189,10 @@ class CausalArguments(RunArguments):
         "learning_rate": flag(1e-4, "Peak learning rate.", "lr"),
         "lr_scheduler_type": flag(
             "cosine",
-            "constant, or how the rate falls to --min_lr: linear, cosine, wsd (in the last fifth), annealing (the "
-            "guides'), exponential, plateau (--plateau of the run at the peak, then linear).",
+            "How the rate falls to --min_lr; wsd: in the last fifth; annealing: the guides'; plateau: --plateau of "
+            "the run at the peak, then linear.",
             "lr_decay_style",
+            choices=STYLES,
         ),
         "warmup_steps": flag(0.0032, "Steps up to the peak, or a fraction of the run below 1.", "warmup"),
         "weight_decay": flag(0.2, "On matrices and embeddings; never on norms."),

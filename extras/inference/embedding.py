@@ -56,7 +56,7 @@ class EmbeddingFlags(EncoderFlags):
     per_residue: bool = flag(
         False, "An embedding of each residue instead of their mean: 1.3 kB a residue with the 8M model."
     )
-    pooling: str = flag("mean", "One vector of a protein: mean or max over its residues, or cls, its <cls> token.")
+    pooling: str = flag("mean", "A protein's vector: over its residues, or of its <cls> token.", choices=POOLINGS)
     repr_layers: list[int] | None = flag(
         None,
         "Layers whose output to take: 0 is the embeddings', -1 the last one's, after its LayerNorm, the default. "
@@ -73,7 +73,6 @@ class EmbeddingFlags(EncoderFlags):
 
     def check(self) -> None:
         self.require_at_least(1, "proteins_per_part")
-        self.require_choice("pooling", POOLINGS)
         if self.per_residue and self.pooling != "mean":
             raise UserError(
                 f"--pooling {self.pooling}: of a protein's residues, and --per_residue keeps them: drop one"

@@ -199,7 +199,7 @@ GUIDES = {  # commands of the five guides that train: {theirs: (our script, flag
     "python run_mlm.py --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs "
     f"""'{{"num_decay_steps": 20, "min_lr_ratio": 0.1, "decay_type": "linear"}}' {ESM2}""": (
         "train_ddp.py",
-        {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_steps": 20.0, "min_lr_rate": 0.1},
+        {"lr_scheduler_type": "wsd", "lr_decay_steps": 20.0, "min_lr_rate": 0.1},
     ),
     "torchrun run_clm.py --config_name meta-llama/Llama-3.2-1B --tokenizer_name meta-llama/Llama-3.2-1B "
     "--dataset_name allenai/c4 --dataset_config_name en --block_size 1024 --num_train_epochs 1 --output_dir out "

@@ -90,7 +90,9 @@ class ModelFlags(BackendFlags):
     )
     tokenizer_name: str | None = flag(None, "ESM-2's vocabulary is built in: a directory with another one is refused.")
     gelu: str | None = flag(
-        None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
+        None,
+        "exact: ESM-2's own; tanh: an approximation, Transformer Engine's only one. Default: the backend's.",
+        choices=HIDDEN_ACT,
     )
     fused_gelu: bool = flag(
         False, "With --bf16 on Hopper or Blackwell: exact GELU inside the matmuls of the torch backend, by QuACK."
@@ -122,7 +124,6 @@ class ModelFlags(BackendFlags):
             raise UserError("--config_name (random weights) excludes --model_name_or_path (given weights)")
         if self.config_overrides and not self.config_name:
             raise UserError("--config_overrides changes --config_name; it cannot change --model_name_or_path")
-        self.require_choice("gelu", (None, *HIDDEN_ACT))
 
     def torch_only(self) -> list[str]:
         given = {"--gelu exact": self.gelu == "exact", "--fused_gelu": self.fused_gelu}

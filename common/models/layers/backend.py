@@ -51,24 +51,24 @@ class BackendFlags(Flags):
         "auto",
         "What computes the layers: te (Transformer Engine), torch, hf or hf_flash (transformers', ESM-2 alone), auto: "
         "te if possible.",
+        choices=BACKENDS,
     )
     torch_compile: bool | None = flag(
         None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
     )
     flash_attention: str = flag(
-        "auto", "Kernels of torch's attention in bf16 on a GPU: fa2, fa3, fa4; auto: the fastest that works here."
+        "auto",
+        "Kernels of torch's attention in bf16 on a GPU; auto: the fastest that works here.",
+        choices=FLASH_ATTENTION,
     )
     cp_comm_type: str = flag(
-        "p2p", "How the ranks of --cp_size send keys: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
+        "p2p",
+        "How the ranks of --cp_size send keys: p2p is a ring; a2a needs Transformer Engine.",
+        choices=CP_COMM_TYPES,
     )
     model_name_or_path: str | None = flag(
         None, "Start from these weights: a directory (say final_model/) or a Hub name."
     )
-
-    def check(self) -> None:
-        self.require_choice("backend", BACKENDS)
-        self.require_choice("flash_attention", FLASH_ATTENTION)
-        self.require_choice("cp_comm_type", CP_COMM_TYPES)
 
     def torch_only(self) -> list[str]:
         """Those that are given and only the torch backend can honour."""

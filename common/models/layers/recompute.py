@@ -157,7 +157,7 @@ def mode_of(text: str) -> str:
 class RecomputeFlags(StrategyFlags):
     """Of strategies that shard."""
 
-    activation_checkpointing: str = flag("none", "Recompute activations: none, selective (cheap ones), full.")
+    activation_checkpointing: str = flag("none", "Recompute activations; selective: the cheap ones.", choices=MODES)
 
     @property
     def only_by_torch(self) -> tuple[str, ...]:
@@ -168,9 +168,6 @@ class RecomputeFlags(StrategyFlags):
 
     def resolve(self) -> RecomputeFlags:
         return replace(self, activation_checkpointing=mode_of(self.activation_checkpointing))
-
-    def check(self) -> None:
-        self.require_choice("activation_checkpointing", MODES)
 
 
 def save_activations(layers: Iterable[Any], mode: str, offload: bool) -> None:
