@@ -51,6 +51,7 @@ READ_LATER = re.compile(
     "TORCHELASTIC_.*|TORCH_(ELASTIC|FR|NCCL|DISABLE_SHARE_RDZV)_.*|PYTHON_EXEC|PYTHON(UNBUFFERED|DONTWRITE).*"
     "|CUDA_VISIBLE_DEVICES|PYTORCH_(CUDA_)?ALLOC_CONF|(TORCHINDUCTOR|TRITON)_CACHE_DIR"
     "|HF_HOME|HF_TOKEN(_PATH)?|HF_HUB_ETAG_TIMEOUT"  # the Hub's cache, of which nothing is taken, and how it is asked
+    "|KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)"  # set by scikit-learn when it is imported
 )
 NAMESPACES = ("net", "uts", "ipc", "mnt")
 SET_PARENT_DEATH_SIGNAL, GET_PARENT_DEATH_SIGNAL = 1, 2  # prctl's
