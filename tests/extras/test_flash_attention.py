@@ -19,6 +19,7 @@ from torch.nn.attention import _fa4 as hook
 from common.cli import UserError
 from common.compat import register_flash_attention_fa4
 from common.distributed.world import World
+from common.flags import checked
 from common.models.layers import attention
 from common.models.layers.backend import BackendFlags, Heads
 from common.training.progress import TrainerState
@@ -270,4 +271,4 @@ def test_flash_attention_is_refused_where_torch_does_not_attend_on_gpu():
         flags.choose_attention(HEADS, True, world, "te")
     assert BackendFlags().choose_attention(HEADS, True, world) == ("", "")
     with pytest.raises(UserError, match="--flash_attention flash: choose auto, fa2, fa3, fa4"):
-        BackendFlags(flash_attention="flash").check()
+        checked(BackendFlags(flash_attention="flash"))

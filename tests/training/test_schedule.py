@@ -10,12 +10,13 @@ from torch import nn
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_scheduler, get_wsd_schedule
 
 from common.cli import UserError
+from common.flags import checked
 from common.training.schedule import ScheduleFlags, annealing, lr_schedule, warmup_steps
 from tests.training_fixtures import run_forked
 
 
 def arguments(**changes) -> ScheduleFlags:
-    return ScheduleFlags(**changes)
+    return ScheduleFlags(**changes).resolve()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_default_warmup_has_a_floor():
 @pytest.mark.parametrize("name", ["lineer", "reduce_lr_on_plateau", "greedy"])
 def test_lr_schedule_refuses_unknown_names(name):
     with pytest.raises(UserError, match=f"--lr_scheduler_type {name}: choose esm2, linear, cosine, wsd"):
-        lr_schedule(arguments(lr_scheduler_type=name), 100)
+        checked(arguments(lr_scheduler_type=name))
 
 
 def test_lr_schedule_error_comes_before_overwriting_a_run(dataset, tmp_path):
