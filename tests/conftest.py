@@ -124,7 +124,8 @@ def leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
 def order(items: list[pytest.Item]) -> None:
     """Put tests that wait first, each part on its own worker: other workers compute meanwhile.
 
-    xdist gives each worker a run of neighbours; a worker that has finished steals from the end of another's.
+    The last part comes after some that compute: not all workers wait at once. xdist gives each worker a run of
+    neighbours; a worker that has finished steals from the end of another's.
     """
     starts = [tuple(f"tests/{name}" for name in names) for names in WAITING]
     parts: list[list[pytest.Item]] = [[] for _ in starts]
@@ -136,6 +137,7 @@ def order(items: list[pytest.Item]) -> None:
     items[:] = []
     for part in parts:
         filled = max(0, share - len(part))
-        items += part + others[:filled]
+        first = filled // 4 if part is parts[-1] else 0
+        items += others[:first] + part + others[first:filled]
         others = others[filled:]
     items += others

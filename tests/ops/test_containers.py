@@ -79,13 +79,12 @@ def test_image_builds_and_trains(checkout, dataset, tmp_path):
         versions = [metadata.version("torch"), BASE_TQDM, metadata.version("transformers")]
         assert run("python3", "-c", of).split() == versions, "torch and constraints of the base, the rest ours"
 
-        # `pytest` finds its tests: those of the model, of data and of a run pass, one of GPUs is skipped; of
-        # what is not there it finds none, not this one.
-        some = "test_attention.py or test_alphabet or test_ddp_packed_epoch_reads_every_protein or test_containers"
-        some += " or test_cpu_offload_trains"
-        passed = run("python3", "-m", "pytest", "-v", "-k", some, options=("--ipc=host",))
+        # `pytest` finds its tests: those of the model pass, one of GPUs is skipped; of what is not there it finds
+        # none, not this one. Only these directories: to import all tests takes longer than to run these.
+        some = "test_attention.py or test_cpu_offload_trains or test_containers"
+        passed = run("python3", "-m", "pytest", "-v", "-k", some, "tests/models", "tests/gpu")
         tests = dict(re.findall(r"^tests/(\w+)/\S+ ([.s])+ ", passed, re.M))
-        assert tests == {"models": ".", "training": ".", "gpu": "s"}, passed
+        assert tests == {"models": ".", "gpu": "s"}, passed
         assert re.search(r"^=* ?\d+ passed, 1 skipped, \d+ deselected in ", passed, re.M), passed
 
         # The guides' command, where the folder is another user's.
@@ -114,10 +113,12 @@ def test_image_builds_and_trains(checkout, dataset, tmp_path):
             out.mkdir()
             os.chown(out, user, user)
             flags = {**TINY_MODEL, **DEFAULTS, "max_steps": 2, "dataset_dir": "/data", "output_dir": "/out"}
+            flags["save_final_model"] = user == 1000
             volumes = ("-v", f"{dataset}:/data:ro", "-v", f"{out}:/out", "--user", f"{user}:{user}")
             run(*launch, "train_ddp.py", *(f"--{name}={value}" for name, value in flags.items()), options=volumes)
             assert json.loads((out / "train_results.json").read_text())["train_loss"] > 0
-            assert (out / "final_model" / "model.safetensors").stat().st_uid == user
+            assert (out / "train_results.json").stat().st_uid == user
+            assert (out / "final_model" / "model.safetensors").exists() == (user == 1000)
 
 
 def test_image_context_has_no_data_and_no_secrets(checkout, tmp_path):

@@ -33,7 +33,7 @@ def test_streamed_resume_after_kill_is_bit_identical(source, tmp_path):
     flags = FLAGS | {"dataset": source, "dataloader_num_workers": 2, "do_eval": True, "eval_steps": 5}
     train(None, tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
-    killed_again_and_again(None, killed, tmp_path / "logs", 1, 6, random.Random(4), **flags)
+    killed_again_and_again(None, killed, tmp_path / "logs", 1, 3, random.Random(4), **flags)
     assert 0 < newest_step(killed) < 24
     train(None, killed, **flags)
     assert_same_run(killed, tmp_path / "whole", 24, tmp_path)
