@@ -137,7 +137,7 @@ def order(items: list[pytest.Item]) -> None:
     items[:] = []
     for part in parts:
         filled = max(0, share - len(part))
-        first = filled // 4 if part is parts[-1] else 0
+        first = filled // 2 if part is parts[-1] else 0
         items += others[:first] + part + others[first:filled]
         others = others[filled:]
     items += others
