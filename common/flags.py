@@ -133,11 +133,9 @@ def _replaced(args: Any, values: dict[str, Any]) -> Any:
 
 def checked(args: T) -> T:
     """The flags with all defaults resolved. UserError for what is missing, else for the first value that is wrong."""
-    args = _resolved(args)
-    values = flat(args)
-    for spec in flag_specs(args):
-        if spec.choices and values[spec.name] not in (None, *spec.choices):
-            raise UserError(f"--{spec.name} {values[spec.name]}: choose {', '.join(spec.choices)}")
+    for spec in flag_specs(args := _resolved(args)):  # a specification's default is the value here
+        if spec.choices and spec.default not in (None, *spec.choices):
+            raise UserError(f"--{spec.name} {spec.default}: choose {', '.join(spec.choices)}")
     lacking: dict[str, Missing] = {}
     parts = [part for part in groups(args) if isinstance(part, Flags)]
     methods = [(part, vars(kind)) for part in parts for kind in reversed(type(part).__mro__)]
@@ -178,8 +176,7 @@ def parse_arguments(
     """
     # What is imported by now stays for good. Kept out of garbage collection, it saves a tenth of step 0's time.
     gc.freeze()
-    defaults = flags() if isinstance(flags, type) else flags
-    defaults = changed_defaults(defaults)
+    defaults = changed_defaults(flags() if isinstance(flags, type) else flags)
     argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(defaults, elsewhere)
     everything = "--help_all" in argv
