@@ -57,7 +57,7 @@ class Arguments(Flags):
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
     sha256: list[str] = field(default_factory=list, metadata={"help": "SHA-256 checksums, likewise"})
     on_bad_record: Policy = flag(
-        "error", "invalid records (without id or sequence etc.): stop, or count them", choices=get_args(Policy)
+        "error", "stop at an invalid record (without id or sequence etc.), or skip and count", choices=get_args(Policy)
     )
     max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
     seed: int = flag(42, "seed of the shuffle")

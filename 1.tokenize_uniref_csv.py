@@ -76,7 +76,9 @@ class Arguments(Flags):
         None, "cluster at this identity (0.5) with MMseqs2, which must be installed, and split as --cluster_table does"
     )
     on_bad_record: Policy = flag(
-        "error", "rows without text, not ASCII or not of two columns: stop, or count them", choices=get_args(Policy)
+        "error",
+        "stop at a row without text, not ASCII or not of two columns, or skip and count",
+        choices=get_args(Policy),
     )
     line_ends_in_text: bool = flag(False, "quoted texts may span lines; line ends are removed")
     max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)

@@ -50,7 +50,7 @@ class FsdpFlags(RecomputeFlags):
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
     param_dtype: str = flag(
         "fp32",
-        "Of master weights; bf16: weights, gradients and moments in half the memory.",
+        "Dtype of the master weights; bf16: weights, gradients and moments in half the memory.",
         choices=("fp32", "bf16"),
     )
     offload_activations: bool = flag(False, "Keep activations in host memory between forward and backward.")

@@ -203,7 +203,7 @@ class ReplicaFlags(StrategyFlags):
         "Megabytes of gradients per all-reduce bucket. Default: 25 on up to 8 ranks, up to 100 on more.",
     )
     ddp_bucket_dtype: str = flag(
-        "fp32", "All-reduce gradients in it; bf16: half the bytes, and rounded.", choices=("fp32", "bf16")
+        "fp32", "Dtype of the gradients' all-reduce; bf16: half the bytes, and rounded.", choices=("fp32", "bf16")
     )
     cuda_graphs: bool = flag(
         False,

@@ -56,7 +56,9 @@ class EmbeddingFlags(EncoderFlags):
     per_residue: bool = flag(
         False, "An embedding of each residue instead of their mean: 1.3 kB a residue with the 8M model."
     )
-    pooling: str = flag("mean", "A protein's vector: over its residues, or of its <cls> token.", choices=POOLINGS)
+    pooling: str = flag(
+        "mean", "A protein's vector: mean or max over its residues, or its <cls> token's.", choices=POOLINGS
+    )
     repr_layers: list[int] | None = flag(
         None,
         "Layers whose output to take: 0 is the embeddings', -1 the last one's, after its LayerNorm, the default. "

@@ -48,14 +48,14 @@ class PreflightArguments(Flags):
         None, "The model, as for training: do its checkpoints fit on the disk?", "model", "model_name_or_path"
     )
     save_total_limit: int = flag(3, "How many checkpoints the job keeps, as for training.")
-    optim: str = flag("adamw_torch_fused", "As for training.", choices=("adamw_torch", *OPTIMIZERS))
+    optim: str = flag("adamw_torch_fused", "The optimiser, as for training.", choices=("adamw_torch", *OPTIMIZERS))
     gpus_per_node: int | None = flag(None, "GPUs that each node must have. Default: a GPU for each rank, if any.")
     use_cpu: bool = flag(False, "The job will not use GPUs.")
     dataloader_num_workers: int = flag(1, "Loader workers of the job, which need shared memory.")
     min_free_gb: float = flag(20.0, "Warn of less free disk space than this for checkpoints, in 1e9 bytes.")
     max_clock_skew: float = flag(1.0, "Warn of clocks that differ by more seconds than this.")
     timeout: float = flag(60.0, "Seconds to wait for a rank, a filesystem or a network that does not answer.")
-    fail_on: str = flag("error", "What the exit status 2 is for.", choices=("error", "warn"))
+    fail_on: str = flag("error", "The least severe finding that ends in exit status 2.", choices=("error", "warn"))
     json: str | None = flag(
         None, "Write the report there as JSON; -: on standard output (the table on standard error)."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from common.data.token_store import open_split
 from common.distributed.world import World
 from common.flags import checked, with_flags
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.quickstart_tuning import TuningArguments, choose, evaluated_tokens
+from extras.quickstart_tuning import TuningArguments, choose, evaluated_tokens, step_seconds
 from tests.forked import run_script
 from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, environment, flags_of, rows
 
@@ -53,6 +54,13 @@ def test_evaluated_tokens_count_every_evaluation(dataset):
     assert evaluated_tokens(arguments(dataset), alone) == (0, 0)
     args = arguments(dataset, do_eval=True, eval_on_start=True, eval_steps=0.334, max_eval_samples=10)
     assert evaluated_tokens(args, alone) == (5 * tokens("validation", 10) + tokens("test", 10), 10)
+
+
+def test_step_seconds_leave_out_a_slow_first_step(dataset, monkeypatch):
+    clock = iter([0.0, 20.0, 20.0, 21.5, 21.5, 23.0])
+    monkeypatch.setattr("extras.quickstart_tuning.time", SimpleNamespace(perf_counter=clock.__next__))
+    args = arguments(dataset, tokens_per_pack=512, max_steps=3)
+    assert step_seconds(args, World(0, 0, 1, torch.device("cpu"))) == 1.5
 
 
 def test_quickstart_tuning_writes_flags_of_train_ddp(dataset, tmp_path):

@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_scheduler, get_wsd_schedule
+from transformers import (
+    get_cosine_with_hard_restarts_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_scheduler,
+    get_wsd_schedule,
+)
 
 from common.cli import UserError
 from common.flags import checked
@@ -84,6 +89,11 @@ def rates(steps: int, **flags) -> list[float]:
 def test_cosine_with_floor_equals_transformers(name, floor, warmup):
     found = rates(50, lr_scheduler_type=name, warmup_steps=warmup, min_lr_rate=floor)
     assert found == factors_of(get_cosine_with_min_lr_schedule_with_warmup, 50, warmup, min_lr_rate=floor)
+
+
+def test_cosine_with_restarts_equals_transformers():
+    found = rates(50, lr_scheduler_type="cosine_with_restarts", warmup_steps=7)
+    assert found == pytest.approx(factors_of(get_cosine_with_hard_restarts_schedule_with_warmup, 50, 7), rel=1e-12)
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
