@@ -18,7 +18,7 @@ ESM2_WARMUP_STEPS = 2000  # Lin et al. 2023, supplement A.2.4; also: decay to a 
 ESM2_FINAL_FRACTION, ESM2_DECAY_END = 0.1, 0.9
 LEAST_WARMUP_STEPS = 100  # of the default, in runs that are too short for ESM-2's
 WSD_DECAY = 0.2  # of the run
-# transformers' names; its cosine_with_restarts has one cycle unless it is told otherwise.
+# transformers' names; its cosine_with_restarts has one cycle by default.
 TRANSFORMERS_NAMES = {"warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine"}
 WITH_FLOOR = ("esm2", "linear", "cosine", "wsd")
 SCHEDULES = (*WITH_FLOOR, "annealing", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
