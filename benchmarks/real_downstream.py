@@ -127,6 +127,11 @@ def read_chains(directories: Sequence[Path]) -> list[Chain]:
     return list(chains.values())
 
 
+def percent(found: Mapping[str, float], name: str) -> str:
+    """A dash for a range without contacts."""
+    return f"{found[name]:.1%}" if name in found else "-"
+
+
 def contacts_table(models: Mapping[str, Any], fitted_on: Sequence[Chain], evaluated_on: Sequence[Chain]) -> list[str]:
     """Of a head fitted to each model, and of the distance along the chain alone."""
 
@@ -139,11 +144,11 @@ def contacts_table(models: Mapping[str, Any], fitted_on: Sequence[Chain], evalua
     lines.append("|---|" + "--:|" * 2 * len(RANGES))
     for name, scores in scorers():
         found = mean_precisions([precisions(chain, scores(chain)) for chain in evaluated_on])
-        cells = [f"{found[f'{each}_{top}']:.1%}" for each in RANGES for top in ("p_at_l", "p_at_l5")]
+        cells = [percent(found, f"{each}_{top}") for each in RANGES for top in ("p_at_l", "p_at_l5")]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         say(lines[-1])
     for name, key in (("nearest first", "nearest_p_at_l"), ("chance", "chance")):
-        lines.append(f"| {name} | " + " | ".join(f"{found[f'{each}_{key}']:.1%} |" for each in RANGES) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{percent(found, f'{each}_{key}')} |" for each in RANGES) + " |")
     return lines
 
 

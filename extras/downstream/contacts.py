@@ -138,8 +138,9 @@ def precisions(chain: Chain, scores: np.ndarray) -> dict[str, float]:
 
 
 def mean_precisions(each: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Over the chains that have them."""
-    names = dict.fromkeys(name for one in each for name in one)
+    """Over the chains that have them; of the ranges in which some pair of some chain is in contact."""
+    ranges = tuple(name for name in RANGES if any(one.get(f"{name}_chance") for one in each))
+    names = dict.fromkeys(name for one in each for name in one if name.startswith(ranges))
     return {name: float(np.mean([one[name] for one in each if name in one])) for name in names}
 
 
@@ -172,7 +173,7 @@ def summary(found: dict[str, float]) -> str:
     """The first range that there is, beyond the closest, in a line."""
     name = next((name for name in ("long", "medium", "short") if f"{name}_p_at_l" in found), None)
     if name is None:
-        return "no pair of residues to evaluate"
+        return "no contact to evaluate"
     return (
         f"of the L likeliest {name}-range pairs {found[f'{name}_p_at_l']:.1%} touch (L/5: "
         f"{found[f'{name}_p_at_l5']:.1%}; nearest first {found[f'{name}_nearest_p_at_l']:.1%}, chance "

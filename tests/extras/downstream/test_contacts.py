@@ -23,6 +23,7 @@ from extras.downstream.contacts import (
     pairs,
     precisions,
     split,
+    summary,
 )
 from extras.downstream.stock_model import read_stock_model
 from extras.downstream.structures import Chain, read_structures
@@ -86,6 +87,14 @@ def test_precisions_equal_a_plain_loop():
         for key, part in TOP.items():
             assert found[f"{name}_{key}"] == pytest.approx(np.mean([contacts[pair] for pair in ranked[: 60 // part]]))
     assert min(pairs(chain)[1] - pairs(chain)[0]) == SEPARATION
+
+
+def test_mean_precisions_leave_out_ranges_without_contacts():
+    hairpin = {"short_chance": 0.0, "short_p_at_l": 0.0, "long_chance": 0.25, "long_p_at_l": 0.5}
+    extended = {"short_chance": 0.0, "short_p_at_l": 0.0, "long_chance": 0.0, "long_p_at_l": 0.0}
+    assert mean_precisions([hairpin, extended]) == {"long_chance": 0.125, "long_p_at_l": 0.25}
+    assert mean_precisions([extended]) == {}
+    assert summary({}) == "no contact to evaluate"
 
 
 def test_split_depends_on_sequences_alone_and_needs_three():
