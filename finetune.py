@@ -111,7 +111,7 @@ def targets_of(args: Arguments) -> str:
 
 
 def make_model(args: Arguments, task: TaskSpec) -> Any:
-    """Stock transformers' model with a new head, wrapped by peft unless --full. UserError as `read_pretrained`."""
+    """Stock transformers' model with a new head, wrapped by peft unless --full. UserError as StateDictAdapter.read."""
     import transformers
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -119,7 +119,7 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
     family = encoder_family(name)
     if not family.stock:
         raise UserError(f"--model_name_or_path {name}: {NO_STOCK}")
-    for _ in family.read(name, family.load_config(name))[0]:
+    for _ in family.adapter.read(name, family.load_config(name))[0]:
         pass  # it checks vocabulary and weights
     disable_progress_bar()
     set_verbosity_error()  # that the head is new
@@ -223,7 +223,7 @@ def write(tuning: FineTuning, args: Arguments, results: dict[str, Any], rows: li
     with replace_directory(output / MODEL) as partial:
         # peft would ask the Hub whether the vocabulary has grown.
         model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
-        encoder_family(str(args.model_name_or_path)).write_tokenizer(partial)
+        encoder_family(str(args.model_name_or_path)).adapter.write_tokenizer(partial)
         (partial / "README.md").write_text(card_of(args, tuning.task, results))
     with replace_flushed(output / "predictions.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("protein", "residue", "label", "prediction"), *rows])

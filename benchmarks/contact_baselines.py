@@ -21,7 +21,7 @@ from benchmarks.measuring import say
 from common.cli import run
 from common.flags import flag, parse_arguments
 from common.models.esm2.config import Esm2Config, load_config, override
-from common.models.esm2.convert import pieces_to_hf
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
 from extras.downstream.contacts import attention_features, fit, mean_precisions, pairs, precisions, split
 from extras.downstream.stock_model import stock_model
@@ -81,7 +81,7 @@ def by_turn(chain: Chain) -> np.ndarray:
 def untrained_model(config: Esm2Config, seed: int) -> Any:
     """A stock EsmForMaskedLM with the weights that a run with this seed begins with."""
     weights = build_model(config, seed).state_dict()
-    return stock_model(config, pieces_to_hf(weights.__getitem__, config), torch.device("cpu"))
+    return stock_model(config, ADAPTER.to_hf(weights.__getitem__, config), torch.device("cpu"))
 
 
 def fitted(model: Any, fitted_on: Sequence[Chain]) -> Scores:

@@ -30,7 +30,7 @@ from transformers import EsmForMaskedLM, EsmModel, PreTrainedModel
 from benchmarks.measuring import publish, say, spread, where_measured
 from common.models.esm2.alphabet import BYTE_TO_ID, MASK, PAD, encode
 from common.models.esm2.config import load_config
-from common.models.esm2.convert import pieces_to_hf, save_pretrained
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
 from extras.inference.encoder import Encoder, EncoderFlags, embed
 from extras.inference.mutations import RESIDUES, Mutation, Variant, score, single_mutants
@@ -186,7 +186,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         config = load_config(args.config_name)
         held = dict(build_model(config, seed=1).named_parameters())
-        save_pretrained(pieces_to_hf(lambda name: held[name].detach(), config, {}), config, Path(directory, "model"))
+        ADAPTER.save(ADAPTER.to_hf(lambda name: held[name].detach(), config, {}), config, Path(directory, "model"))
         held.clear()
         encoder = Encoder(EncoderFlags(model_name_or_path=f"{directory}/model"))
         longest = encoder.flags.max_seq_length - 2  # no windows: both compute the same residues

@@ -32,7 +32,7 @@ from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.config import esm2_config
-from common.models.esm2.convert import pieces_to_hf, save_pretrained
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.backend import te_missing
 from common.training.loop import set_up
@@ -138,7 +138,7 @@ def write_weights(size: str, place: Path) -> None:
     for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
         centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
         parameter.normal_(centre, 0.02, generator=torch.Generator().manual_seed(number))
-    save_pretrained(pieces_to_hf(model.get_parameter, config), config, place)
+    ADAPTER.save(ADAPTER.to_hf(model.get_parameter, config), config, place)
 
 
 def compare(ours: Outcome, theirs: Outcome) -> dict[str, float]:

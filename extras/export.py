@@ -73,7 +73,8 @@ def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None
     state = files.read_listed(checkpoint, TRAINER_STATE)
     if family.task == "clm" and tokenizer is None:
         tokenizer = _tokenizer(checkpoint, state)
-    family.save(family.to_hf(read, config, extras), config, directory, Training.of_state(state), tokenizer)
+    tensors = family.adapter.to_hf(read, config, extras)
+    family.adapter.save(tensors, config, directory, Training.of_state(state), tokenizer)
     return family.form
 
 

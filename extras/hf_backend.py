@@ -26,7 +26,7 @@ from common.distributed.strategy import ReplicaFlags
 from common.distributed.world import World
 from common.models.esm2.alphabet import PAD
 from common.models.esm2.config import Esm2Config
-from common.models.esm2.convert import pieces_to_hf
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import TRAIN_MASK_RATIO, Esm2ForMaskedLM, Esm2Output
 
 
@@ -127,7 +127,7 @@ class StockEsm(Esm2ForMaskedLM):
                 return parameters[name].to(torch.get_autocast_dtype(parameters[name].device.type))
             return parameters[name]
 
-        return {name: tensor for name, tensor in pieces_to_hf(get, self.config) if name in self._names}
+        return {name: tensor for name, tensor in ADAPTER.to_hf(get, self.config) if name in self._names}
 
     def _constants(self, device: torch.device) -> dict[str, Tensor]:
         self._buffers_of_stock = {name: tensor.to(device) for name, tensor in self._buffers_of_stock.items()}

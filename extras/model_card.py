@@ -37,7 +37,7 @@ LICENSE = "unknown"  # an identifier of the Hub's
 
 def card(export: Export, notes: Mapping[str, str]) -> str:
     """notes: {heading: text} for the end."""
-    config, architecture, training = export.config, export.architecture, export.training
+    config, architecture, training = export.config, export.config.architecture, export.training
     start = training.start if training.start in export.published else None
     counts = {
         "layers": config.num_hidden_layers,
@@ -86,7 +86,7 @@ def front_matter(export: Export, start: str | None) -> list[str]:
         pipeline_tag=pipeline,
         tags=tags,
         base_model=start,
-        model_name=export.architecture if measured else None,
+        model_name=export.config.architecture if measured else None,
         eval_results=[
             EvalResult(
                 task_type=pipeline,

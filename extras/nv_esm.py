@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from common.cli import positional, run
 from common.models.esm2.alphabet import VOCAB_SIZE
 from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config
-from common.models.esm2.convert import read_pretrained, write_tokenizer
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
 from common.models.layers.hf_directory import Export, check_finite, check_tensors, write_directory
 from common.models.layers.initialise import count_parameters
@@ -64,7 +64,7 @@ def pieces(theirs: Mapping[str, Tensor], config: Esm2Config, where: str) -> Iter
     tensors = {_our_name(name): tensor for name, tensor in theirs.items() if not name.endswith(UNUSED)}
     with torch.device("meta"):
         model = Esm2ForMaskedLM(config)
-    check_tensors(tensors, model.state_dict(), "NVEsmForMaskedLM", where)
+    check_tensors(tensors, model.state_dict(), _NvConfig.architecture, where)
     for name in model.state_dict():
         tensor = check_finite(name, tensors[name], where)
         if name in model.padded_vocab:  # their biases of the rows without a token are the lowest number
@@ -79,6 +79,8 @@ def _our_name(theirs: str) -> str:
 
 class _NvConfig(Esm2Config):
     """`to_transformers` is the recipe's configuration."""
+
+    architecture: ClassVar[str] = "NVEsmForMaskedLM"
 
     def to_transformers(self):
         from transformers import EsmConfig
@@ -96,7 +98,7 @@ def save(source: str, directory: Path) -> None:
     config = load_config(source)
     if gelu_of(config) == "exact":
         logger.warning("%s computes the exact GELU, the recipe's layers its tanh approximation", source)
-    ours, _ = read_pretrained(source, config)
+    ours, _ = ADAPTER.read(source, config)
     theirs = {ours: name for name, ours in HEAD.items()}
     lowest = torch.finfo(torch.float32).min
 
@@ -113,11 +115,10 @@ def save(source: str, directory: Path) -> None:
         model = Esm2ForMaskedLM(config)
     export = Export(
         _NvConfig(**vars(config)),
-        "NVEsmForMaskedLM",
         tags=("fill-mask", "esm", "protein"),
         expected={name_of(name): tensor for name, tensor in model.state_dict().items()},
         parameters=count_parameters(model),
-        finish=write_tokenizer,
+        finish=ADAPTER.write_tokenizer,
     )
     write_directory(renamed(), export, directory)
 

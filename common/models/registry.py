@@ -18,8 +18,9 @@ from torch import Tensor
 from common.cli import UserError
 from common.data import TokenSet
 from common.distributed.world import World
-from common.models.layers.hf_directory import Training, read_config
+from common.models.layers.hf_directory import read_config
 from common.models.layers.residual import Model
+from common.models.layers.state_dict_adapter import StateDictAdapter
 
 # config.json's model_type, in lower case: the module that defines FAMILY
 FAMILIES = {
@@ -87,13 +88,14 @@ class Family(ABC):
         is resumed.
         """
 
+    @property
     @abstractmethod
-    def read(self, name: str, config: Any) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
-        """The weights of a directory or Hub name: ((our name, tensor) pairs, extras). UserError if they do not fit."""
+    def adapter(self) -> StateDictAdapter:
+        """Reads and writes weights in their published names."""
 
-    @abstractmethod
     def make(self, config: Any) -> Model:
         """The model with torch layers, under torch.device("meta")."""
+        return self.adapter.model(config)
 
     @abstractmethod
     def flops(self, config: Any, tokens: int, squared_lengths: int, targets: int) -> float:
@@ -103,25 +105,9 @@ class Family(ABC):
         sum of squared lengths.
         """
 
-    @abstractmethod
-    def to_hf(
-        self, get: Callable[[str], Tensor], config: Any, extras: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors to export, one at a time. `get` is called for each of our parameters once, in a fixed order."""
-
     def of_stock(self, model: Any) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """(our configuration, our parameters) of transformers' model (mlm). UserError if it has no class for them."""
         raise UserError(NO_STOCK)
-
-    def write_tokenizer(self, directory: Path) -> None:
-        """The files that transformers' AutoTokenizer opens (mlm). UserError as `of_stock`."""
-        raise UserError(NO_STOCK)
-
-    @abstractmethod
-    def save(
-        self, tensors: Iterator[tuple[str, Tensor]], config: Any, directory: Path, training: Training, tokenizer: Any
-    ) -> None:
-        """Write them where transformers' from_pretrained opens them. tokenizer: of a text task, else None."""
 
 
 def family_of(model_type: str) -> Family:

@@ -166,8 +166,8 @@ class Task(ABC, Generic[Arguments, Data]):
         """
         parameters = dict(self.built.weights.named_parameters())
         extras = self.built.extras | (fitted or {})
-        return self.family.to_hf(lambda name: gather(parameters[name]).detach(), self.built.config, extras)
+        return self.family.adapter.to_hf(lambda name: gather(parameters[name]).detach(), self.built.config, extras)
 
     def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
         """Write them where transformers' from_pretrained opens them; the main rank only."""
-        self.family.save(pieces, self.built.config, directory, training, self.tokenizer)
+        self.family.adapter.save(pieces, self.built.config, directory, training, self.tokenizer)

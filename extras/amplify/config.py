@@ -45,6 +45,7 @@ class AmplifyConfig:
         "ffn_size is int(2 x intermediate_size / 3), rounded up to a multiple of 8: set hidden_size and "
         "intermediate_size by --config_overrides, or name another --config_name"
     )
+    architecture: ClassVar[str] = "AMPLIFY"
     matmul_sizes: ClassVar[tuple[str, ...]] = ("hidden_size", "ffn_size")
     token_dropout: ClassVar[bool] = False
 

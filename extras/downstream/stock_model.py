@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.cli import UserError
 from common.models.esm2.config import Esm2Config, load_config
-from common.models.esm2.convert import frequencies, pieces_to_hf, read_pretrained
+from common.models.esm2.convert import ADAPTER, frequencies
 from common.models.registry import encoder_family, family_of
 
 
@@ -44,9 +44,9 @@ def stock_model(config: Any, pieces: Iterable[tuple[str, Tensor]], device: torch
 
 
 def read_stock_model(name: str, device: torch.device) -> Any:
-    """Of a directory or a name on the Hub, with this project's checks. UserError as `read_pretrained`."""
+    """Of a directory or a name on the Hub, with this project's checks. UserError as StateDictAdapter.read."""
     if encoder_family(name) is not family_of("esm"):
         raise UserError(f"{name}: only ESM-2 has a contact head in transformers: give one of its models")
     config = load_config(name)
-    ours, extras = read_pretrained(name, config)
-    return stock_model(config, pieces_to_hf(dict(ours).__getitem__, config, extras), device)
+    ours, extras = ADAPTER.read(name, config)
+    return stock_model(config, ADAPTER.to_hf(dict(ours).__getitem__, config, extras), device)

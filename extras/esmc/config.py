@@ -42,6 +42,7 @@ class EsmcConfig:
     """The fields of an ESM C config.json, with the defaults of `transformers.EsmcConfig`. others: all other keys."""
 
     set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
+    architecture: ClassVar[str] = "EsmcForMaskedLM"
     layer_norm_eps: ClassVar[float] = 1e-5  # not in config.json: of every LayerNorm
     token_dropout: ClassVar[bool] = False
 

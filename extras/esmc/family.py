@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.cli import UserError
 from common.distributed.world import World
@@ -16,12 +13,10 @@ from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import override
 from common.models.esm2.family import check_context, choose_residual
 from common.models.layers.backend import STOCK, Heads, check_device, choose_backend
-from common.models.layers.hf_directory import Training
-from common.models.layers.residual import Model
+from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 from common.models.registry import Family, ModelSpec
 from extras.esmc.config import ALPHABET, ESMC_SIZES, EsmcConfig, check_supported, load_config
-from extras.esmc.convert import pieces_from_hf, pieces_to_hf, read_pretrained, save_pretrained, write_tokenizer
-from extras.esmc.model import EsmcForMaskedLM
+from extras.esmc.convert import ADAPTER
 
 
 def swiglu_flops(config: Any, ffn: int, head: int, tokens: int, squared_lengths: int, targets: int) -> float:
@@ -37,7 +32,7 @@ class Esmc(Family):
     tokens = ESM2_TOKENS  # the ids that reading and masking need are ESM-2's
     title, published = "ESM C", tuple(ESMC_SIZES)
     stock, lora_targets = "Esmc", "q_proj,k_proj,v_proj"
-    model: Any = EsmcForMaskedLM
+    adapter: StateDictAdapter = ADAPTER
     check = staticmethod(check_supported)  # of a configuration
 
     def load_config(self, name: str) -> EsmcConfig:
@@ -63,15 +58,9 @@ class Esmc(Family):
         remarks = (f"Backend: {backend} ({why})", *([kernels] if kernels else []))
         bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
         residual = torch.bfloat16 if bf16_residual else torch.float32
-        make = partial(self.model, config, backend, residual)
-        read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
+        make = partial(self.adapter.model, config, backend, residual)
+        read = partial(self.adapter.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
         return ModelSpec(config, backend, why, "", remarks, make, read, attention, bf16_residual)
-
-    def read(self, name: str, config: EsmcConfig) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
-        return read_pretrained(name, config)
-
-    def make(self, config: EsmcConfig) -> Model:
-        return self.model(config)
 
     def flops(self, config: EsmcConfig, tokens: int, squared_lengths: int, targets: int) -> float:
         """The LM head runs on the masked positions only."""
@@ -79,27 +68,9 @@ class Esmc(Family):
         head = hidden * hidden + hidden * config.vocab_size
         return swiglu_flops(config, ffn, head, tokens, squared_lengths, targets)
 
-    def to_hf(
-        self, get: Callable[[str], Tensor], config: EsmcConfig, extras: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        return pieces_to_hf(get, config)
-
-    def of_stock(self, model: Any) -> tuple[EsmcConfig, Iterator[tuple[str, Tensor]]]:
+    def of_stock(self, model: Any) -> tuple[Any, Pieces]:
         config = EsmcConfig.of(model.config.to_dict())
-        return config, pieces_from_hf(model.state_dict(), config)
-
-    def write_tokenizer(self, directory: Path) -> None:
-        write_tokenizer(directory)
-
-    def save(
-        self,
-        tensors: Iterator[tuple[str, Tensor]],
-        config: EsmcConfig,
-        directory: Path,
-        training: Training,
-        tokenizer: Any = None,
-    ) -> None:
-        save_pretrained(tensors, config, directory, training)
+        return config, self.adapter.from_hf(model.state_dict(), config)[0]
 
 
 FAMILY = Esmc()

@@ -144,7 +144,7 @@ class Encoder:
         if stock is None:
             family = encoder_family(flags.model_name_or_path)
             config = family.load_config(flags.model_name_or_path)
-            pieces, _ = family.read(flags.model_name_or_path, config)
+            pieces, _ = family.adapter.read(flags.model_name_or_path, config)
         else:
             family = family_of(stock.config.model_type)
             config, pieces = family.of_stock(stock)

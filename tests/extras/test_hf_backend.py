@@ -13,7 +13,7 @@ from common.cli import UserError
 from common.compat import use_attention
 from common.distributed.world import World
 from common.models.esm2.config import esm2_config
-from common.models.esm2.convert import from_hf
+from common.models.esm2.convert import ADAPTER
 from common.training.registry import parse_run
 from extras.hf_backend import StockEsm, check
 from tests.data_fixtures import load_script
@@ -30,7 +30,7 @@ def both() -> tuple[StockEsm, EsmForMaskedLM]:
     config = esm2_config(2, 64, 4)
     with torch.device("meta"):
         ours = StockEsm(config)
-    ours.to_empty(device="cpu").load_state_dict(from_hf(weights, config)[0])
+    ours.to_empty(device="cpu").load_state_dict(dict(ADAPTER.from_hf(weights, config)[0]))
     stock = config.to_transformers()
     use_attention(stock)
     theirs = EsmForMaskedLM(stock)
@@ -61,9 +61,10 @@ def test_hf_backend_computes_what_transformers_does(both, bf16, layout):
     output.loss_sum.backward()
     expected.backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    gradients, _ = from_hf(gradients | {"esm.contact_head.regression.weight": torch.zeros(1, 8)}, ours.config)
+    pieces, _ = ADAPTER.from_hf(gradients | {"esm.contact_head.regression.weight": torch.zeros(1, 8)}, ours.config)
+    stock = dict(pieces)
     for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter.grad, gradients[name]), name
+        assert torch.equal(parameter.grad, stock[name]), name
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,13 @@ from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.esm2.config import esm2_config
-from common.models.esm2.convert import pieces_to_hf
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
 from common.models.layers.initialise import initialise
 from common.models.layers.residual import Block
 from common.training.optim import OptimizerFlags, set_hyperparameters
+from extras.decoders import convert as decoders
 from extras.decoders.config import DecoderConfig
-from extras.decoders.family import pieces_to_hf as pieces_of_decoder
 from extras.decoders.model import DecoderForCausalLM
 from extras.muon import COEFFICIENTS, ROWS_AT_A_TIME, HeldParameter, Muon, assign, newton_schulz_flops, orthogonalise
 from tests.training_fixtures import on_ranks
@@ -102,7 +102,7 @@ def test_muon_matrices_of_esm2_are_those_of_transformers():
     """Query, key and value, interleaved by head here, are updated as if they were three parameters."""
     torch.manual_seed(0)
     config = esm2_config(2, 32, 4)
-    stock, gradients, after = step_in_stock_names(build_model(config, seed=0), pieces_to_hf, config)
+    stock, gradients, after = step_in_stock_names(build_model(config, seed=0), ADAPTER.to_hf, config)
     hidden = {n for n in stock if ("encoder.layer." in n or n == "lm_head.dense.weight") and stock[n].dim() == 2}
     assert len(hidden) == 2 * 6 + 1
     for name in stock:
@@ -124,7 +124,7 @@ def test_muon_matrices_of_decoders_are_those_of_transformers(model_type):
     config = DecoderConfig(model_type=model_type, **sizes, **heads)
     model = DecoderForCausalLM(config)
     initialise(model, 0, 0.02)
-    stock, gradients, after = step_in_stock_names(model, pieces_of_decoder, config)
+    stock, gradients, after = step_in_stock_names(model, decoders.ADAPTER.to_hf, config)
     ends = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
     hidden = [name for name in stock if name.endswith(ends)]
     assert len(hidden) == 2 * (4 + (3 * 4 if model_type == "mixtral" else 3))

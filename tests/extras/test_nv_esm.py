@@ -19,7 +19,7 @@ from transformers import EsmForMaskedLM
 
 from common.cli import UserError
 from common.models.esm2.config import esm2_config, gelu_of, load_config
-from common.models.esm2.convert import pieces_to_hf, read_pretrained, save_pretrained
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.hf_directory import model_hash, read_tensors
 from extras.nv_esm import save
@@ -96,7 +96,7 @@ def write_recipe(stock: Path, directory: Path, prefix: str = "model", **options)
 
 def ours(directory: Path) -> Esm2ForMaskedLM:
     config = load_config(str(directory))
-    pieces, _ = read_pretrained(str(directory), config)
+    pieces, _ = ADAPTER.read(str(directory), config)
     with torch.device("meta"):
         model = Esm2ForMaskedLM(config)
     model.load_state_dict(dict(pieces), assign=True)
@@ -144,7 +144,7 @@ def test_recipe_model_round_trip_is_bit_for_bit(stock, tmp_path, padding):
         save_file(given, recipe / "model.safetensors")
     model = ours(recipe)
     get = model.state_dict().__getitem__
-    save_pretrained(pieces_to_hf(get, model.config), model.config, tmp_path / "ours")
+    ADAPTER.save(ADAPTER.to_hf(get, model.config), model.config, tmp_path / "ours")
     save(str(tmp_path / "ours"), tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == expected.keys()

@@ -8,7 +8,7 @@ from transformers import EsmForMaskedLM
 
 from common.models.esm2 import alphabet
 from common.models.esm2.config import Esm2Config
-from common.models.esm2.convert import from_hf
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
 
 
@@ -26,9 +26,10 @@ def reference_model(config: Esm2Config, seed: int = 0) -> EsmForMaskedLM:
 
 
 def ours_like(reference: EsmForMaskedLM) -> Esm2ForMaskedLM:
+    config = Esm2Config.of(reference.config.to_dict())
     with torch.device("meta"):
-        model = Esm2ForMaskedLM(reference.config)
-    model.load_state_dict(from_hf(reference.state_dict(), reference.config)[0], assign=True)
+        model = Esm2ForMaskedLM(config)
+    model.load_state_dict(dict(ADAPTER.from_hf(reference.state_dict(), config)[0]), assign=True)
     return model
 
 

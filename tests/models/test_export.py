@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, EsmForMaskedLM, EsmModel
 
 from common.cli import UserError
-from common.models.esm2 import convert
-from common.models.esm2 import convert as pretrained
 from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config, load_config
+from common.models.esm2.convert import ADAPTER, NOT_FITTED
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from tests.models.reference import reference_model
 from tests.training_fixtures import (
@@ -55,14 +54,14 @@ def hub(tmp_path_factory):
 
 
 def _tokenizer(directory):
-    pretrained.write_tokenizer(directory)
+    ADAPTER.write_tokenizer(directory)
     return directory
 
 
 def ours(directory) -> Esm2ForMaskedLM:
     config = load_config(str(directory))
     model = Esm2ForMaskedLM(config)
-    pieces, model.extras = pretrained.read_pretrained(str(directory), config)
+    pieces, model.extras = ADAPTER.read(str(directory), config)
     model.load_state_dict(dict(pieces))
     return model.eval()
 
@@ -104,15 +103,15 @@ def test_export_equals_last_checkpoint(run, tmp_path):
     trained = checkpoint_state(run / "checkpoint-5", tmp_path)["model"]
     config = load_config(str(run / "final_model"))
     exported = {k: v for k, v in final_weights(run).items() if not k.endswith("inv_freq")}
-    assert same_bits(exported, convert.to_hf(trained, config))
-    untrained = convert.to_hf(build_model(config, seed=42).state_dict(), config)
+    assert same_bits(exported, dict(ADAPTER.to_hf(trained.__getitem__, config)))
+    untrained = dict(ADAPTER.to_hf(build_model(config, seed=42).state_dict().__getitem__, config))
     for name, tensor in exported.items():
         assert torch.equal(untrained[name], tensor) == ("contact_head" in name or "position_embeddings" in name), name
 
 
 def test_export_card_says_contact_head_is_not_fitted(run):
     card = (run / "final_model" / "README.md").read_text()
-    assert pretrained.NOT_FITTED[1:] in card
+    assert NOT_FITTED[1:] in card
     assert "| training steps | 5 |\n" in card
 
 
@@ -183,12 +182,12 @@ def test_pretrained_half_precision_and_tied_tensors_are_read(hub, tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     model.config.save_pretrained(tmp_path)
     read = ours(tmp_path)
-    back = convert.to_hf(read.state_dict(), read.config, read.extras)
+    back = dict(ADAPTER.to_hf(read.state_dict().__getitem__, read.config, read.extras))
     expected = model.state_dict()
     assert all(torch.equal(back[k].half(), expected[k]) for k in back if k in expected)
     assert {p.dtype for p in read.parameters()} == {torch.float32}
-    pretrained.save_pretrained(
-        convert.pieces_to_hf(read.state_dict().__getitem__, read.config, read.extras),
+    ADAPTER.save(
+        ADAPTER.to_hf(read.state_dict().__getitem__, read.config, read.extras),
         read.config,
         tmp_path / "exported",
     )
@@ -206,7 +205,7 @@ def broken(hub, tmp_path):
 
 def refusal(directory) -> str:
     with pytest.raises(UserError) as caught:
-        dict(pretrained.read_pretrained(str(directory), load_config(str(directory)))[0])
+        dict(ADAPTER.read(str(directory), load_config(str(directory)))[0])
     message = str(caught.value)
     assert "\n" not in message
     assert str(directory) in message

@@ -15,17 +15,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config, load_config
-from common.models.esm2.convert import pieces_to_hf, read_pretrained, save_pretrained
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
 from common.models.layers.hf_directory import check_finite, model_hash
 from extras.decoders.config import load_decoder_config
-from extras.decoders.family import read_decoder
+from extras.decoders.family import FAMILY as DECODERS
 
 
 def write_esm2(directory: Path, seed: int = 1, **how) -> Path:
     config = esm2_config(1, 16, 2)
     parameters = dict(build_model(config, seed=seed).named_parameters())
-    save_pretrained(pieces_to_hf(lambda name: parameters[name].detach(), config, {}), config, directory, **how)
+    ADAPTER.save(ADAPTER.to_hf(lambda name: parameters[name].detach(), config, {}), config, directory, **how)
     return directory
 
 
@@ -70,7 +70,7 @@ def test_model_hash_covers_every_shard(tmp_path):
 def test_model_with_nonfinite_weights_is_refused(esm2, name, value):
     change(esm2 / "model.safetensors", name, value)
     with pytest.raises(UserError, match=f"{esm2}: tensor {name} holds NaN or infinity"):
-        dict(read_pretrained(str(esm2), load_config(str(esm2)))[0])
+        dict(ADAPTER.read(str(esm2), load_config(str(esm2)))[0])
 
 
 def test_decoder_with_nonfinite_weights_is_refused(tmp_path):
@@ -78,10 +78,10 @@ def test_decoder_with_nonfinite_weights_is_refused(tmp_path):
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     read = load_decoder_config(str(tmp_path))
-    dict(read_decoder(str(tmp_path), read))
+    dict(DECODERS.adapter.read(str(tmp_path), read)[0])
     change(tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight", math.nan)
     with pytest.raises(UserError, match="tensor model.layers.0.mlp.up_proj.weight holds NaN or infinity"):
-        dict(read_decoder(str(tmp_path), read))
+        dict(DECODERS.adapter.read(str(tmp_path), read)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -107,12 +107,12 @@ def test_check_finite_knows_all_types_of_weights(dtype):
 def test_model_with_other_vocabulary_is_refused(esm2, tokens, said):
     config = load_config(str(esm2))
     (esm2 / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
-    read_pretrained(str(esm2), config)
+    ADAPTER.read(str(esm2), config)
     (esm2 / "vocab.txt").write_text("\n".join(tokens))
     with pytest.raises(UserError, match=f"vocab.txt: not ESM-2's vocabulary: {said}"):
-        read_pretrained(str(esm2), config)
+        ADAPTER.read(str(esm2), config)
     (esm2 / "vocab.txt").unlink()
-    read_pretrained(str(esm2), config)
+    ADAPTER.read(str(esm2), config)
 
 
 def test_write_directory_flushes_before_it_renames(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from transformers import EsmForMaskedLM
 from common.data.collators import FillingCollator
 from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, esm2_config, load_config
-from common.models.esm2.convert import from_hf, to_hf
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.family import choose_residual
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.compiling import compile_layers
@@ -53,7 +53,7 @@ def check_against_reference(config, batch) -> None:
     assert abs(loss.item() - theirs.loss.item()) < 1e-6 * max(1.0, abs(theirs.loss.item()))
     loss.backward()
     expected_grads = {k: p.grad for k, p in reference.named_parameters() if p.grad is not None}
-    grads = to_hf({k: p.grad for k, p in model.named_parameters()}, config)
+    grads = dict(ADAPTER.to_hf({k: p.grad for k, p in model.named_parameters()}.__getitem__, config))
     assert len(expected_grads) > 10
     for name, expected in expected_grads.items():
         if ".self.query." in name or ".self.key." in name:
@@ -100,7 +100,7 @@ def test_esm2_token_dropout_of_other_mask_ratio(backend, layout, mask_ratio):
     config = esm2_config(**TINY)
     reference = reference_model(config)
     ours = {"torch": Esm2ForMaskedLM, "hf": StockEsm}[backend](config)
-    ours.load_state_dict(from_hf(reference.state_dict(), config)[0])
+    ours.load_state_dict(dict(ADAPTER.from_hf(reference.state_dict(), config)[0]))
     batch = random_batch(LENGTHS, mask_ratio=0.4)
     ids, kept = batch["input_ids"], batch["attention_mask"].bool()
     is_mask = ids == alphabet.MASK
@@ -228,11 +228,12 @@ def test_esm2_accuracy_counts_top_predictions():
 
 
 def test_esm2_conversion_round_trip_keeps_bits_and_contact_head():
-    reference = reference_model(esm2_config(**TINY))
-    theirs = reference.state_dict()
-    ours, extras = from_hf(theirs, reference.config)
+    config = esm2_config(**TINY)
+    theirs = reference_model(config).state_dict()
+    pieces, extras = ADAPTER.from_hf(theirs, config)
+    ours = dict(pieces)
     assert any("contact_head" in k for k in extras)
-    back = to_hf(ours, reference.config, extras)
+    back = dict(ADAPTER.to_hf(ours.__getitem__, config, extras))
     idle = back.pop("esm.embeddings.position_embeddings.weight")  # transformers before 5 wants it to be there
     assert not idle.any()
     for name, tensor in back.items():

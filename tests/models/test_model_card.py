@@ -10,15 +10,13 @@ import torch
 import yaml
 from transformers import AutoTokenizer, EsmForMaskedLM
 
-from common.models.esm2 import convert
 from common.models.esm2.config import esm2_config
-from common.models.esm2.convert import KEPT, NOT_FITTED, read_pretrained, save_pretrained
+from common.models.esm2.convert import ADAPTER, KEPT, NOT_FITTED
 from common.models.esm2.model import build_model
 from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from extras.decoders.config import DecoderConfig
-from extras.decoders.family import pieces_to_hf as decoder_pieces
-from extras.decoders.family import save_decoder
+from extras.decoders.family import FAMILY as DECODERS
 from extras.decoders.model import DecoderForCausalLM
 from extras.model_card import commit
 from extras.text.tokenizers import ByteTokenizer
@@ -37,8 +35,8 @@ STATE = {"step": 1200, "tokens": 34567, "data": {"dataset": "ab" * 8}, "argument
 def saved(directory: Path, extras: dict | None = None, state: dict = STATE) -> str:
     """The card of a small model written there."""
     weights = build_model(CONFIG, seed=1).state_dict()
-    pieces = convert.pieces_to_hf(weights.__getitem__, CONFIG, extras)
-    save_pretrained(pieces, CONFIG, directory, Training.of_state(state))
+    pieces = ADAPTER.to_hf(weights.__getitem__, CONFIG, extras)
+    ADAPTER.save(pieces, CONFIG, directory, Training.of_state(state))
     return (directory / "README.md").read_text()
 
 
@@ -64,14 +62,14 @@ def test_card_says_contact_head_is_not_fitted(tmp_path, caplog):
     assert KEPT[1:] not in card
     assert f"model: {NOT_FITTED}" in caplog.text
     # A run that starts from such an export has a head of zeros among its extras: it is still not fitted.
-    _, extras = read_pretrained(str(tmp_path / "model"), CONFIG)
+    _, extras = ADAPTER.read(str(tmp_path / "model"), CONFIG)
     assert NOT_FITTED[1:] in saved(tmp_path / "again", extras)
 
 
 def test_card_says_contact_head_is_of_initial_weights(tmp_path, caplog):
     caplog.set_level("INFO")
     reference_model(CONFIG, seed=3).save_pretrained(tmp_path / "hub")
-    _, extras = read_pretrained(str(tmp_path / "hub"), CONFIG)
+    _, extras = ADAPTER.read(str(tmp_path / "hub"), CONFIG)
     card = saved(tmp_path / "model", extras)
     assert (contacts(tmp_path / "model") != 0.5).any()
     assert KEPT[1:] in card
@@ -125,7 +123,7 @@ def test_card_has_results_and_flags(tmp_path):
     flags = {"model_name_or_path": None, "learning_rate": 4e-4, "optim": "muon", "bf16": True, "seed": "1 | 2"}
     training = replace(Training.of_state(STATE | {"arguments": flags}), results=results)
     weights = build_model(CONFIG, seed=1).state_dict()
-    save_pretrained(convert.pieces_to_hf(weights.__getitem__, CONFIG), CONFIG, tmp_path / "model", training)
+    ADAPTER.save(ADAPTER.to_hf(weights.__getitem__, CONFIG), CONFIG, tmp_path / "model", training)
     card = (tmp_path / "model" / "README.md").read_text()
     for line in (
         "| validation loss | 2.5000 nats (residue frequencies alone: 2.8000) |",
@@ -164,8 +162,8 @@ def test_card_of_a_decoder(tmp_path):
         num_key_value_heads=4,
     )  # fmt: skip
     model = DecoderForCausalLM(config)
-    pieces = decoder_pieces(model.state_dict().__getitem__, config)
-    save_decoder(pieces, config, tmp_path / "model", ByteTokenizer().save, Training.of_state(STATE))
+    pieces = DECODERS.adapter.to_hf(model.state_dict().__getitem__, config)
+    DECODERS.adapter.save(pieces, config, tmp_path / "model", Training.of_state(STATE), ByteTokenizer())
     card = (tmp_path / "model" / "README.md").read_text()
     assert front_matter(card) == {
         "license": "unknown",

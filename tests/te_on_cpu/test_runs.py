@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from common.files.json_files import read_json_lines
 from common.models.esm2.model import Esm2ForMaskedLM
 from extras.decoders.config import DecoderConfig
-from extras.decoders.family import pieces_to_hf
+from extras.decoders.convert import ADAPTER
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.te_on_cpu import graphs
 from tests.te_on_cpu.boot import needs_site
@@ -199,7 +199,7 @@ def test_decoder_with_experts_resumes_and_exports_bit_exactly(tmp_path):
     state = checkpoint_state(whole / "checkpoint-4", tmp_path)
     assert state["scales"]["layers.0.layernorm_mlp.fc1_matmul.scaling_fwd.scale"].shape == (3 * 8,), "of each expert"
     config = DecoderConfig.read(whole / "final_model" / "config.json")
-    of_checkpoint = dict(pieces_to_hf(state["model"].__getitem__, config))
+    of_checkpoint = dict(ADAPTER.to_hf(state["model"].__getitem__, config))
     for out in (whole, parted):
         assert same_bits(load_file(out / "final_model" / "model.safetensors"), of_checkpoint)
     assert "model.layers.1.block_sparse_moe.experts.7.w2.weight" in of_checkpoint

@@ -20,7 +20,7 @@ from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import World
 from common.training.load_model import load_model
 from common.training.registry import parse_run
-from extras.decoders.family import pieces_to_hf
+from extras.decoders.convert import ADAPTER
 from extras.export import export
 from extras.text.causal import causal_batches
 from extras.text.data import open_text
@@ -70,7 +70,8 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
     directory = out / "transformers"
     model = getattr(transformers, built.config.architecture)(stock)
     model.save_pretrained(directory)
-    save_file(dict(pieces_to_hf(weights.__getitem__, built.config)), directory / "model.safetensors", {"format": "pt"})
+    tensors = dict(ADAPTER.to_hf(weights.__getitem__, built.config))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     matrices, norms = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
     groups = [

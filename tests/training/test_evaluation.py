@@ -18,9 +18,9 @@ from common.data.collators import MaskingCollator
 from common.data.token_store import open_split
 from common.data.training_data import EVAL_SEED, PreparedData, held_out_batches
 from common.distributed.world import World
-from common.models.esm2 import convert
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import load_config, override
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
 from common.training import masked_lm
 from common.training.run_logger import verdict
@@ -70,7 +70,7 @@ def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def test_evaluation_equals_transformers_on_the_same_masks(model, dataset):
     reference = EsmForMaskedLM(model.config.to_transformers()).eval()
-    reference.load_state_dict(convert.to_hf(model.state_dict(), model.config), strict=False)
+    reference.load_state_dict(dict(ADAPTER.to_hf(model.state_dict().__getitem__, model.config)), strict=False)
     loss, correct, masked = 0.0, 0, 0
     for ids, labels in questions(dataset):
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_evaluation_equals_transformers_on_the_same_masks(model, dataset):
 def test_difference_to_unigram_is_paired_by_protein(model, dataset, flags):
     """Mean and standard error against a loop over proteins with transformers' model, in float64."""
     reference = EsmForMaskedLM(model.config.to_transformers()).eval()
-    reference.load_state_dict(convert.to_hf(model.state_dict(), model.config), strict=False)
+    reference.load_state_dict(dict(ADAPTER.to_hf(model.state_dict().__getitem__, model.config)), strict=False)
     args = arguments(dataset, **flags)
     data = PreparedData(args.data, ESM2_TOKENS)
     log_p = torch.from_numpy(log_frequencies(data))

@@ -18,9 +18,9 @@ from common.data.collators import MaskingCollator
 from common.data.loader import TrainLoader
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import PreparedData
-from common.models.esm2 import convert
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config, override
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
 from tests.training_fixtures import (
@@ -69,7 +69,7 @@ def proteins(batch: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def reference(model: Esm2ForMaskedLM) -> EsmForMaskedLM:
     theirs = EsmForMaskedLM(tiny_config().to_transformers())
-    weights = convert.to_hf(model.state_dict(), model.config)
+    weights = dict(ADAPTER.to_hf(model.state_dict().__getitem__, model.config))
     missing, _ = theirs.load_state_dict(weights, strict=False)
     assert all("inv_freq" in name or "decoder" in name for name in missing), missing
     return theirs
@@ -112,7 +112,8 @@ def first_gradients(dataset_dir, output_dir, nproc: int, **flags) -> dict[str, t
     model = build_model(tiny_config(), 0)
     names = [k for k, p in model.named_parameters() if p.dim() > 1]
     names += [k for k, p in model.named_parameters() if p.dim() == 1]
-    gradients = convert.to_hf(dict(zip(names, torch.load(path), strict=True)), model.config)
+    gradients = dict(zip(names, torch.load(path), strict=True))
+    gradients = dict(ADAPTER.to_hf(gradients.__getitem__, model.config))
     return {k: v for k, v in gradients.items() if "contact_head" not in k and "position_embeddings" not in k}
 
 

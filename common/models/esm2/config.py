@@ -6,15 +6,22 @@ Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from common.cli import UserError
-from common.files.json_files import check_type, shorten
+from common.files.json_files import shorten
 from common.models.esm2 import alphabet
 from common.models.layers import hf_directory
-from common.models.layers.hf_directory import Config, check_heads, check_positive, check_sizes, read_config
+from common.models.layers.hf_directory import (
+    Config,
+    check_heads,
+    check_positive,
+    check_sizes,
+    fields_of,
+    read_config,
+)
 
 # Must agree for a checkpoint to be of the same model; the rest of config.json may differ.
 FINGERPRINT_FIELDS = (
@@ -34,6 +41,7 @@ class Esm2Config:
     """
 
     set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
+    architecture: ClassVar[str] = "EsmForMaskedLM"
 
     model_type: str = "esm"
     vocab_size: int | None = None
@@ -66,11 +74,13 @@ class Esm2Config:
             from extras.nv_esm import stock_config
 
             content = stock_config(content)
-        known = {f.name: str(f.type) for f in fields(cls) if f.name != "others"}
-        for name in known.keys() & content.keys():
-            check_type(name, content[name], known[name])
-        values = {name: value for name, value in content.items() if name in known}
-        return cls(**values, others={name: value for name, value in content.items() if name not in known})
+        return cls.of(content)
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Esm2Config:
+        """From the content of a config.json. ValueError if it is malformed."""
+        values, others = fields_of(cls, content)
+        return cls(**values, others=others)
 
     def content(self) -> dict[str, Any]:
         """The inverse of `read`: names and values of a config.json."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.cli import UserError
 from common.distributed.world import World
@@ -22,8 +20,8 @@ from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
 from common.models.layers.backend import STOCK, BackendFlags, Heads, check_device, choose_backend
-from common.models.layers.hf_directory import Training
 from common.models.layers.residual import Model
+from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 from common.models.registry import FAMILIES, Family, ModelSpec, encoder_family, encoders, family_of
 
 ONLY_GELU = {"te": "tanh", **dict.fromkeys(STOCK, "exact")}  # backends with one kind
@@ -192,7 +190,7 @@ class Esm2(Family):
         no_kernel = f"Attention by torch's kernels: {NO_KERNEL}" if by != backend else None
         attention, kernels = flags.choose_attention(Heads(heads, heads, head_dim), bf16, world, by)
         lines = [f"Backend: {backend} ({why})", no_kernel, kernels, remark]
-        read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
+        read = partial(self.adapter.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
         bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
         residual = torch.bfloat16 if bf16_residual else torch.float32
         make: Callable[[], Model] = partial(Esm2ForMaskedLM, config, backend, residual)
@@ -209,15 +207,11 @@ class Esm2(Family):
         remarks = tuple(line for line in lines if line)
         return ModelSpec(config, backend, why, gelu, remarks, make, read, attention, bf16_residual)
 
-    def read(self, name: str, config: Esm2Config) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
-        from common.models.esm2.convert import read_pretrained
+    @property
+    def adapter(self) -> StateDictAdapter:
+        from common.models.esm2.convert import ADAPTER
 
-        return read_pretrained(name, config)
-
-    def make(self, config: Esm2Config) -> Model:
-        from common.models.esm2.model import Esm2ForMaskedLM
-
-        return Esm2ForMaskedLM(config)
+        return ADAPTER
 
     def flops(self, config: Esm2Config, tokens: int, squared_lengths: int, targets: int) -> float:
         """The LM head runs on the masked positions only."""
@@ -227,34 +221,9 @@ class Esm2(Family):
         head = 2 * targets * (hidden * hidden + hidden * len(TOKENS))
         return 3.0 * (per_token * tokens + attention + head)
 
-    def to_hf(
-        self, get: Callable[[str], Tensor], config: Esm2Config, extras: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        from common.models.esm2.convert import pieces_to_hf
-
-        return pieces_to_hf(get, config, extras)
-
-    def of_stock(self, model: Any) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
-        from common.models.esm2.convert import pieces_from_hf
-
-        return model.config, pieces_from_hf(model.state_dict(), model.config)[0]
-
-    def write_tokenizer(self, directory: Path) -> None:
-        from common.models.esm2.convert import write_tokenizer
-
-        write_tokenizer(directory)
-
-    def save(
-        self,
-        tensors: Iterator[tuple[str, Tensor]],
-        config: Esm2Config,
-        directory: Path,
-        training: Training,
-        tokenizer: Any = None,
-    ) -> None:
-        from common.models.esm2.convert import save_pretrained
-
-        save_pretrained(tensors, config, directory, training)
+    def of_stock(self, model: Any) -> tuple[Any, Pieces]:
+        config = Esm2Config.of(model.config.to_dict())
+        return config, self.adapter.from_hf(model.state_dict(), config)[0]
 
 
 FAMILY = Esm2()

@@ -321,7 +321,7 @@ def _object(value: Any) -> dict:
 class Export:
     """What is written into a model's directory.
 
-    config: of ours, with `to_transformers`; architecture: transformers' class; tags: the Hub's, its pipeline's first;
+    config: of ours, with `architecture` and `to_transformers`; tags: the Hub's, its pipeline's first;
     expected: every tensor, on the meta device, in the order in which they come; parameters: their number as the card
     has it; finish: writes the tokenizer's files into the directory, and returns {heading: text} for the end of the
     card, if any; published: names of weights that the card may mention as the starting point; opened_by: what reads
@@ -329,7 +329,6 @@ class Export:
     """
 
     config: Any
-    architecture: str
     tags: tuple[str, ...]
     expected: Mapping[str, Tensor]
     parameters: int
@@ -352,7 +351,7 @@ def write_directory(
 
 def _write(pieces: Iterable[tuple[str, Tensor]], export: Export, partial: Path, shard_bytes: int) -> None:
     stock = export.config.to_transformers()  # the loaded one may name another class and dtype
-    stock.architectures, stock.dtype = [export.architecture], "float32"
+    stock.architectures, stock.dtype = [export.config.architecture], "float32"
     stock.save_pretrained(partial)
     files = _file_of_each(export.expected, shard_bytes)
     for file, group in groupby(pieces, lambda piece: files[piece[0]]):

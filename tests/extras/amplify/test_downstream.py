@@ -9,7 +9,7 @@ import torch
 from common.cli import UserError
 from extras.amplify.alphabet import ALPHABET, TOKENS
 from extras.amplify.config import amplify_config
-from extras.amplify.convert import save_pretrained
+from extras.amplify.convert import ADAPTER
 from extras.downstream.mutations import MutationEvaluation
 from extras.inference.encoder import Encoder, EncoderFlags, embed, look_through
 from extras.inference.mutations import RESIDUES, parse_variant, score, single_mutants
@@ -27,7 +27,7 @@ def reference():
 @pytest.fixture(scope="module")
 def encoder(reference, tmp_path_factory):
     directory = tmp_path_factory.mktemp("amplify") / "final_model"
-    save_pretrained(iter(reference.state_dict().items()), CONFIG, directory)
+    ADAPTER.save(iter(reference.state_dict().items()), CONFIG, directory)
     return Encoder(EncoderFlags(str(directory)), torch.device("cpu"))
 
 

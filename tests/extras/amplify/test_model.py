@@ -20,7 +20,7 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import count_parameters, initialise
 from extras.amplify.alphabet import TOKENS
 from extras.amplify.config import AMPLIFY_SIZES, AmplifyConfig, amplify_config, check_supported, load_config
-from extras.amplify.convert import pieces_to_ours, pieces_to_theirs, read_pretrained, save_pretrained
+from extras.amplify.convert import ADAPTER
 from extras.amplify.family import FAMILY
 from extras.amplify.model import AmplifyForMaskedLM
 
@@ -121,7 +121,7 @@ def random_pack(lengths: list[int]) -> dict:
 def ours_like(reference: Reference, config: AmplifyConfig) -> AmplifyForMaskedLM:
     with torch.device("meta"):
         model = AmplifyForMaskedLM(config)
-    model.load_state_dict(dict(pieces_to_ours(reference.state_dict(), config)), assign=True)
+    model.load_state_dict(dict(ADAPTER.from_hf(reference.state_dict(), config)[0]), assign=True)
     return model
 
 
@@ -149,7 +149,7 @@ def check_against_reference(config: AmplifyConfig, lengths: list[int]) -> None:
     output = model(**pack)
     assert output.loss_sum.item() == pytest.approx(theirs.item(), rel=1e-6)
     output.loss_sum.backward()
-    grads = dict(pieces_to_theirs({name: p.grad for name, p in model.named_parameters()}.__getitem__, config))
+    grads = dict(ADAPTER.to_hf({name: p.grad for name, p in model.named_parameters()}.__getitem__, config))
     expected_grads = {name: p.grad for name, p in reference.named_parameters()}
     assert grads.keys() == expected_grads.keys()
     for name, gradient in expected_grads.items():
@@ -223,7 +223,7 @@ def test_amplify_export_has_its_authors_names_and_is_read_again(tmp_path):
 
     config = replace(TINY, max_length=512)
     model, directory = fresh(), tmp_path / "model"
-    save_pretrained(pieces_to_theirs(model.state_dict().__getitem__, config), config, directory)
+    ADAPTER.save(ADAPTER.to_hf(model.state_dict().__getitem__, config), config, directory)
     content = json.loads((directory / "config.json").read_text())
     assert config.content().items() <= content.items()
     assert (content["model_type"], content["architectures"]) == ("AMPLIFY", ["AMPLIFY"])
@@ -232,7 +232,7 @@ def test_amplify_export_has_its_authors_names_and_is_read_again(tmp_path):
     again = load_config(str(directory))
     assert again.fingerprint() == config.fingerprint()
     assert again.max_length == 512
-    pieces, extras = read_pretrained(str(directory), again)
+    pieces, extras = ADAPTER.read(str(directory), again)
     read, weights = dict(pieces), model.state_dict()
     assert not extras
     assert read.keys() == weights.keys()
@@ -243,7 +243,7 @@ def test_amplify_export_has_its_authors_names_and_is_read_again(tmp_path):
     assert "transformers has no class of it" in (directory / "README.md").read_text()
     del theirs["layer_norm_2.weight"]
     with pytest.raises(UserError, match="no tensor layer_norm_2.weight"):
-        pieces_to_ours(theirs, again, "here")
+        ADAPTER.from_hf(theirs, again, "here")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import initialise
 from extras.decoders import model as loss_module
 from extras.decoders.config import GUIDE_RUNS, PRESETS, DecoderConfig, check_supported, load_decoder_config
-from extras.decoders.family import pieces_from_hf, pieces_to_hf
+from extras.decoders.convert import ADAPTER
 from extras.decoders.layers import rotary_frequencies
 from extras.decoders.model import DecoderForCausalLM, vocabulary_loss
 from extras.text.causal import causal_batches
@@ -75,7 +75,7 @@ def pair(request, tmp_path_factory):
     read = DecoderConfig.read(directory / "config.json")
     assert read.fingerprint() == config.fingerprint()
     model = DecoderForCausalLM(read)
-    model.load_state_dict(dict(pieces_from_hf(load_file(directory / "model.safetensors"), read, str(directory))))
+    model.load_state_dict(dict(ADAPTER.read(str(directory), read)[0]))
     return model, reference, directory
 
 
@@ -139,7 +139,7 @@ def test_decoder_router_loss_equals_transformers(pair):
 def _check_gradients(model: DecoderForCausalLM, reference: transformers.PreTrainedModel) -> None:
     """Each of transformers' parameters has the gradient of ours, to 1e-5 of its norm."""
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    mine = dict(pieces_to_hf(found.__getitem__, model.config))
+    mine = dict(ADAPTER.to_hf(found.__getitem__, model.config))
     theirs = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()}
     for name in [name for name in theirs if ".experts." in name]:  # transformers 5 keeps those of a layer in one
         whole, layer = theirs.pop(name), name.partition(".mlp.")[0]
@@ -254,7 +254,7 @@ def test_decoder_initial_weights_follow_config():
 def test_decoder_conversion_round_trip_is_bitwise(pair):
     model, _, directory = pair
     theirs = load_file(directory / "model.safetensors")
-    back = dict(pieces_to_hf(model.state_dict().__getitem__, model.config))
+    back = dict(ADAPTER.to_hf(model.state_dict().__getitem__, model.config))
     assert back.keys() == theirs.keys()
     assert all(torch.equal(back[name], theirs[name]) for name in theirs)
     less = dict(theirs)
@@ -262,7 +262,7 @@ def test_decoder_conversion_round_trip_is_bitwise(pair):
     more = theirs | {"x": theirs["model.norm.weight"]}
     for wrong, said in ((less, "it has no tensor model.norm.weight"), (more, "unknown tensor x")):
         with pytest.raises(UserError, match=f"{said}$"):
-            dict(pieces_from_hf(wrong, model.config, "here"))
+            dict(ADAPTER.from_hf(wrong, model.config, "here")[0])
 
 
 @pytest.mark.parametrize(

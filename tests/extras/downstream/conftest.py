@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.models.esm2.config import load_config, override
-from common.models.esm2.convert import pieces_to_hf, save_pretrained
+from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.initialise import initialise
 from tests.training_fixtures import TINY_OVERRIDES
@@ -20,5 +20,5 @@ def untrained(tmp_path_factory) -> Path:
     config = override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES)
     model = Esm2ForMaskedLM(config)
     initialise(model, 1, 0.3)
-    save_pretrained(pieces_to_hf(model.state_dict().__getitem__, config), config, directory)
+    ADAPTER.save(ADAPTER.to_hf(model.state_dict().__getitem__, config), config, directory)
     return directory

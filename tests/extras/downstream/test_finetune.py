@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, EsmForTokenClassification, Trainer, TrainingArguments
 
 from common.cli import UserError
-from common.models.esm2.convert import write_tokenizer
+from common.models.esm2.convert import ADAPTER
 from common.training.checkpoint_files import MANIFEST
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import IGNORE, read_examples, split_of, task_of
@@ -77,7 +77,7 @@ def test_steps_equal_those_of_peft_and_trainer(untrained, table, tmp_path, kind)
     """Its tokenizer, padding, loss, optimiser and schedule are transformers'; ours computes each step in parts."""
     ours, theirs = (tuning_of(untrained, table[kind], tokens_per_batch=100) for _ in range(2))
     batches = ours.batches(0)
-    write_tokenizer(tmp_path)
+    ADAPTER.write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with table[kind].open() as file:
         labels = {row["sequence"]: row["label"] for row in csv.DictReader(file)}

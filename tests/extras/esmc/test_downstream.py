@@ -13,7 +13,7 @@ import transformers
 from common.models.layers.initialise import initialise
 from extras.downstream.labels import read_examples
 from extras.esmc.config import esmc_config
-from extras.esmc.convert import pieces_to_hf, save_pretrained
+from extras.esmc.convert import ADAPTER
 from extras.esmc.model import EsmcForMaskedLM
 from extras.inference.encoder import Encoder, EncoderFlags, embed
 from extras.inference.mutations import parse_variant, score
@@ -29,7 +29,7 @@ def model(tmp_path_factory):
     directory, config = tmp_path_factory.mktemp("esmc") / "final_model", esmc_config(2, 32, 4, 48)
     made = EsmcForMaskedLM(config)
     initialise(made, 1, 0.3)
-    save_pretrained(pieces_to_hf(made.state_dict().__getitem__, config), config, directory)
+    ADAPTER.save(ADAPTER.to_hf(made.state_dict().__getitem__, config), config, directory)
     return directory
 
 

@@ -18,7 +18,7 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
 from extras.esmc.config import ESMC_SIZES, TOKENS, EsmcConfig, check_supported, esmc_config, load_config
-from extras.esmc.convert import pieces_from_hf, pieces_to_hf, read_pretrained, save_pretrained
+from extras.esmc.convert import ADAPTER
 from extras.esmc.family import FAMILY
 from extras.esmc.model import EsmcForMaskedLM
 from tests.models.reference import packed, random_batch
@@ -43,7 +43,7 @@ def reference_model(config: EsmcConfig) -> Stock:
 def ours_like(reference: Stock, config: EsmcConfig) -> EsmcForMaskedLM:
     with torch.device("meta"):
         model = EsmcForMaskedLM(config)
-    model.load_state_dict(dict(pieces_from_hf(reference.state_dict(), config)), assign=True)
+    model.load_state_dict(dict(ADAPTER.from_hf(reference.state_dict(), config)[0]), assign=True)
     return model
 
 
@@ -75,7 +75,7 @@ def check_against_reference(config: EsmcConfig, batch: dict[str, torch.Tensor]) 
     loss = output.loss_sum / (pack["labels"] != -100).sum()
     assert loss.item() == pytest.approx(theirs.loss.item(), rel=1e-6)
     loss.backward()
-    grads = dict(pieces_to_hf({name: p.grad for name, p in model.named_parameters()}.__getitem__, config))
+    grads = dict(ADAPTER.to_hf({name: p.grad for name, p in model.named_parameters()}.__getitem__, config))
     expected_grads = {name: p.grad for name, p in reference.named_parameters()}
     assert grads.keys() == expected_grads.keys()
     for name, expected in expected_grads.items():
@@ -135,7 +135,7 @@ def test_esmc_flops_equal_pytorchs_count_of_each_protein():
 def test_esmc_initial_weights_are_those_of_transformers():
     """N(0, initializer_range) matrices, zero biases, unit norms: also where transformers' own are."""
     config = esmc_config(2, 128, 4, 192)
-    initial = dict(pieces_to_hf(fresh(config).state_dict().__getitem__, config))
+    initial = dict(ADAPTER.to_hf(fresh(config).state_dict().__getitem__, config))
     torch.manual_seed(0)
     for name, theirs in Stock(config.to_transformers()).named_parameters():
         ours = initial[name]
@@ -183,7 +183,7 @@ def test_esmc_export_opens_in_transformers_and_is_read_again(tmp_path):
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
     model, directory = fresh(), tmp_path / "model"
-    save_pretrained(pieces_to_hf(model.state_dict().__getitem__, TINY), TINY, directory)
+    ADAPTER.save(ADAPTER.to_hf(model.state_dict().__getitem__, TINY), TINY, directory)
     stock, loading = AutoModelForMaskedLM.from_pretrained(directory, output_loading_info=True)
     assert type(stock) is Stock
     assert not any(loading.values()), loading
@@ -196,7 +196,7 @@ def test_esmc_export_opens_in_transformers_and_is_read_again(tmp_path):
     torch.testing.assert_close(ours[kept], theirs[kept], rtol=1e-5, atol=1e-6)
     config = load_config(str(directory))
     assert config.fingerprint() == TINY.fingerprint()
-    pieces, extras = read_pretrained(str(directory), config)
+    pieces, extras = ADAPTER.read(str(directory), config)
     again, weights = dict(pieces), model.state_dict()
     assert not extras
     assert again.keys() == weights.keys()
@@ -204,7 +204,7 @@ def test_esmc_export_opens_in_transformers_and_is_read_again(tmp_path):
     theirs = load_file(directory / "model.safetensors")
     del theirs["esmc.norm.weight"]
     with pytest.raises(UserError, match="no tensor esmc.norm.weight"):
-        pieces_from_hf(theirs, config, "here")
+        ADAPTER.from_hf(theirs, config, "here")
 
 
 @pytest.mark.parametrize(

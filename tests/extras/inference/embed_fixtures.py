@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.models.esm2.config import esm2_config
-from common.models.esm2.convert import write_tokenizer
+from common.models.esm2.convert import ADAPTER
 from tests.data_fixtures import call, environment, load_script
 from tests.forked import run_script
 from tests.models.reference import reference_model
@@ -20,7 +20,7 @@ EMBED = load_script("embed.py")
 def make_model(directory: Path, seed: int = 5) -> Path:
     """A directory of transformers' own: every weight random and of a size that shows."""
     reference_model(esm2_config(2, 32, 4, initializer_range=0.2), seed=seed).save_pretrained(directory)
-    write_tokenizer(directory)
+    ADAPTER.write_tokenizer(directory)
     return directory
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from common.data import TokenSet
 from common.distributed.world import World
-from common.models.layers.hf_directory import Training, read_tensors
 from common.models.layers.linear import Linear
 from common.models.layers.residual import Layers
+from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 from common.models.registry import Family, ModelSpec
 
 TOKENS = ("<cls>", "<pad>", "<eos>", "A", "C", "G", "T", "<mask>")
@@ -27,6 +27,7 @@ TOKENS = ("<cls>", "<pad>", "<eos>", "A", "C", "G", "T", "<mask>")
 @dataclass
 class ToyConfig:
     set_by: ClassVar[str] = "config.json"
+    architecture: ClassVar[str] = "ToyModel"
 
     model_type: str = "toy"
     vocab_size: int = len(TOKENS)
@@ -75,9 +76,27 @@ class ToyModel(nn.Module):
         return ToyOutput(F.cross_entropy(logits, labels, reduction="sum"), correct, entropy)
 
 
+class ToyAdapter(StateDictAdapter):
+    model = ToyModel
+
+    def parts(self, config: ToyConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+        with torch.device("meta"):
+            names = list(ToyModel(config).state_dict())
+        return ((name, (name,)) for name in names)
+
+    def write_tokenizer(self, directory: Path, tokenizer: Any = None) -> None:
+        """transformers has none."""
+
+    def save(self, pieces: Pieces, config: ToyConfig, directory: Path, *_: Any) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(asdict(config)))
+        save_file(dict(pieces), directory / "model.safetensors")
+
+
 class Toy(Family):
     alphabet = " ".join(TOKENS)
     tokens = TokenSet(len(TOKENS), pad=1, mask=7, unknown=0, residues=(3, 6), replacements=(3, 4, 5, 6))
+    adapter = ToyAdapter()
 
     def load_config(self, name: str) -> ToyConfig:
         return ToyConfig(**json.loads((Path(name) / "config.json").read_text()))
@@ -86,36 +105,11 @@ class Toy(Family):
         config = self.load_config(args.model.config_name or args.model.model_name_or_path)
         read = None
         if given := args.model.model_name_or_path:
-            read = partial(self.read, given, config)
+            read = partial(self.adapter.read, given, config)
         return ModelSpec(config, "torch", "the only one", "", (), partial(self.make, config), read)
-
-    def read(self, name: str, config: ToyConfig) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
-        return iter(read_tensors(name)[1].items()), {}
-
-    def make(self, config: ToyConfig) -> nn.Module:
-        return ToyModel(config)
 
     def flops(self, config: ToyConfig, tokens: int, squared_lengths: int, targets: int) -> float:
         return 3.0 * 2 * tokens * config.hidden_size * (config.hidden_size + config.vocab_size)
-
-    def to_hf(
-        self, get: Callable[[str], Tensor], config: ToyConfig, extras: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        with torch.device("meta"):
-            names = list(ToyModel(config).state_dict())
-        return ((name, get(name)) for name in names)
-
-    def save(
-        self,
-        tensors: Iterator[tuple[str, Tensor]],
-        config: ToyConfig,
-        directory: Path,
-        training: Training,
-        tokenizer: Any = None,
-    ) -> None:
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(asdict(config)))
-        save_file({name: tensor.contiguous() for name, tensor in tensors}, directory / "model.safetensors")
 
 
 FAMILY = Toy()

@@ -1,0 +1,121 @@
+"""A family's weights between this project's names and the published ones: lossless, one tensor at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.models.layers.hf_directory import (
+    SHARD_BYTES,
+    UNKNOWN,
+    Export,
+    Training,
+    check_finite,
+    check_tensors,
+    read_tensors,
+    write_directory,
+)
+from common.models.layers.initialise import count_parameters
+from common.models.layers.residual import Model
+
+Pieces = Iterator[tuple[str, Tensor]]
+
+
+class StateDictAdapter(ABC):
+    """Between our parameters and the published tensors that each is made of: query, key and value of one matrix, ...
+
+    model: makes one of a configuration; tags: the Hub's, its pipeline's first, without the model_type; published,
+    opened_by: as hf_directory.Export; optional: how the names of published tensors begin that a checkpoint may lack;
+    redundant: how those end that are not read: constants, and copies of tied ones.
+    """
+
+    model: Callable[[Any], Model]
+    tags: tuple[str, ...] = ("fill-mask", "protein")
+    published: Collection[str] = ()
+    opened_by = ""
+    optional: tuple[str, ...] = ()
+    redundant: tuple[str, ...] = ()
+
+    @abstractmethod
+    def parts(self, config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """(our name, the published names) of every parameter, in the order of an export."""
+
+    @abstractmethod
+    def write_tokenizer(self, directory: Path, tokenizer: Any = None) -> None:
+        """The files that transformers' AutoTokenizer opens. tokenizer: of a text task."""
+
+    def split(self, name: str, tensor: Tensor, parts: int, config: Any) -> Sequence[Tensor]:
+        """A parameter as its published tensors; by default they lie end to end, of equally many rows."""
+        return tensor.chunk(parts)
+
+    def join(self, name: str, tensors: list[Tensor], config: Any) -> Tensor:
+        """The inverse of `split`."""
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def current_name(self, name: str, config: Any) -> str | None:
+        """Of a checkpoint's tensor; None for one that is not read."""
+        return None if name.endswith(self.redundant) else name
+
+    def to_hf(self, get: Callable[[str], Tensor], config: Any, extras: Mapping[str, Tensor] | None = None) -> Pieces:
+        """Published tensors. `get` is called for each of our parameters once, always in the same order.
+
+        extras: those that `from_hf` read and training leaves as they are.
+        """
+        for ours, names in self.parts(config):
+            tensors = self.split(ours, get(ours), len(names), config)
+            yield from zip(names, (tensor.contiguous() for tensor in tensors), strict=True)
+
+    def from_hf(self, theirs: Mapping[str, Tensor], config: Any, where: str = "") -> tuple[Pieces, dict[str, Tensor]]:
+        """((our name, fp32 tensor) pairs, extras). UserError, which begins with `where`, unless `theirs` are such a
+        model's tensors, and for NaN or infinity when one is read."""
+        tensors = {now: tensor for name, tensor in theirs.items() if (now := self.current_name(name, config))}
+        check_tensors(tensors, self.expected(config), config.architecture, where, self.optional)
+        parts = list(self.parts(config))
+        used = {name for _, names in parts for name in names}
+        extras = {name: check_finite(name, x, where) for name, x in tensors.items() if name not in used}
+        pieces = (
+            (ours, self.join(ours, [check_finite(name, tensors[name], where).float() for name in names], config))
+            for ours, names in parts
+        )
+        return pieces, extras
+
+    def expected(self, config: Any) -> dict[str, Tensor]:
+        """The published tensors, on the meta device."""
+        with torch.device("meta"):
+            return dict(self.to_hf(self.model(config).state_dict().__getitem__, config))
+
+    def read(self, name: str, config: Any) -> tuple[Pieces, dict[str, Tensor]]:
+        """As `from_hf`, of a local directory's safetensors, or of a Hub repository's."""
+        root, theirs = read_tensors(name)
+        return self.from_hf(theirs, config, str(root))
+
+    def save(
+        self,
+        pieces: Pieces,
+        config: Any,
+        directory: Path,
+        training: Training = UNKNOWN,
+        tokenizer: Any = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        """Write a directory that transformers' from_pretrained opens offline (or `opened_by`), tensors in fp32.
+
+        pieces: as `to_hf` gives them; training: for the model card. The directory appears when it is complete; an
+        existing one is replaced.
+        """
+        export = self.export(config, training, lambda partial: self.write_tokenizer(partial, tokenizer))
+        write_directory(pieces, export, directory, shard_bytes)
+
+    def export(self, config: Any, training: Training, finish: Callable[[Path], Mapping[str, str] | None]) -> Export:
+        """finish: as Export's."""
+        with torch.device("meta"):
+            parameters = count_parameters(self.model(config))
+        pipeline, *topics = self.tags
+        tags = (pipeline, config.model_type.lower(), *topics)
+        expected = self.expected(config)
+        return Export(config, tags, expected, parameters, finish, training, self.published, self.opened_by)
