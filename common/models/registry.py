@@ -7,7 +7,7 @@ decoder. CONTRIBUTING.md says how to add one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,7 @@ from common.data import TokenSet
 from common.distributed.world import World
 from common.models.layers.hf_directory import read_config
 from common.models.layers.residual import Model
-from common.models.layers.state_dict_adapter import StateDictAdapter
+from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
 # config.json's model_type, in lower case: the module that defines FAMILY
 FAMILIES = {
@@ -52,7 +52,7 @@ class ModelSpec:
     gelu: str
     remarks: tuple[str, ...]
     make: Callable[[], Model]
-    read: Callable[[], tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]] | None
+    read: Callable[[], tuple[Pieces, dict[str, Tensor]]] | None
     attention: str = ""
     bf16_residual: bool | None = None
 
@@ -105,7 +105,7 @@ class Family(ABC):
         sum of squared lengths.
         """
 
-    def of_stock(self, model: Any) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+    def of_stock(self, model: Any) -> tuple[Any, Pieces]:
         """(our configuration, our parameters) of transformers' model (mlm). UserError if it has no class for them."""
         raise UserError(NO_STOCK)
 

@@ -20,7 +20,6 @@ from common.models.layers.hf_directory import (
     read_tensors,
     write_directory,
 )
-from common.models.layers.initialise import count_parameters
 from common.models.layers.residual import Model
 
 Pieces = Iterator[tuple[str, Tensor]]
@@ -113,6 +112,8 @@ class StateDictAdapter(ABC):
 
     def export(self, config: Any, training: Training, finish: Callable[[Path], Mapping[str, str] | None]) -> Export:
         """finish: as Export's."""
+        from common.models.layers.initialise import count_parameters
+
         with torch.device("meta"):
             parameters = count_parameters(self.model(config))
         pipeline, *topics = self.tags
