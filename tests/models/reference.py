@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from torch import nn
 from transformers import EsmForMaskedLM
 
 from common.models.esm2 import alphabet
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
+from common.models.layers.state_dict_adapter import StateDictAdapter
 
 
 @torch.no_grad()
@@ -25,12 +29,20 @@ def reference_model(config: Esm2Config, seed: int = 0) -> EsmForMaskedLM:
     return model
 
 
-def ours_like(reference: EsmForMaskedLM) -> Esm2ForMaskedLM:
-    config = Esm2Config.of(reference.config.to_dict())
+def adapted(adapter: StateDictAdapter, reference: nn.Module, config: Any) -> Any:
+    """Our model with the weights of a reference in its published names."""
     with torch.device("meta"):
-        model = Esm2ForMaskedLM(config)
-    model.load_state_dict(dict(ADAPTER.from_hf(reference.state_dict(), config)[0]), assign=True)
+        model = adapter.model(config)
+    model.load_state_dict(dict(adapter.from_hf(reference.state_dict(), config)[0]), assign=True)
     return model
+
+
+def ours_like(reference: EsmForMaskedLM) -> Esm2ForMaskedLM:
+    return adapted(ADAPTER, reference, Esm2Config.of(reference.config.to_dict()))
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)).item()
 
 
 def random_batch(lengths: list[int], seed: int = 0, mask_ratio: float = 0.15) -> dict[str, torch.Tensor]:

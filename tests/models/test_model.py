@@ -18,7 +18,7 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
 from extras.hf_backend import StockEsm
-from tests.models.reference import ours_like, packed, random_batch, reference_model
+from tests.models.reference import ours_like, packed, random_batch, reference_model, relative
 
 LENGTHS = [1, 2, 3, 40, 129, 17, 64]
 TINY = {"layers": 2, "hidden_size": 64, "heads": 4}
@@ -26,10 +26,6 @@ TINY = {"layers": 2, "hidden_size": 64, "heads": 4}
 
 def size(tensor: torch.Tensor) -> float:
     return torch.linalg.vector_norm(tensor).item()
-
-
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return size(ours - theirs) / max(size(theirs), 1e-30)
 
 
 def check_against_reference(config, batch) -> None:

@@ -23,6 +23,7 @@ from extras.amplify.config import AMPLIFY_SIZES, AmplifyConfig, amplify_config, 
 from extras.amplify.convert import ADAPTER
 from extras.amplify.family import FAMILY
 from extras.amplify.model import AmplifyForMaskedLM
+from tests.models.reference import adapted, relative
 
 LENGTHS = [1, 2, 3, 40, 129, 17]
 TINY = amplify_config(3, 64, 4, 100)  # SwiGLU of 72: int(200 / 3) = 66, rounded up
@@ -118,26 +119,15 @@ def random_pack(lengths: list[int]) -> dict:
     }
 
 
-def ours_like(reference: Reference, config: AmplifyConfig) -> AmplifyForMaskedLM:
-    with torch.device("meta"):
-        model = AmplifyForMaskedLM(config)
-    model.load_state_dict(dict(ADAPTER.from_hf(reference.state_dict(), config)[0]), assign=True)
-    return model
-
-
 def fresh(config: AmplifyConfig = TINY, **options) -> AmplifyForMaskedLM:
     model = AmplifyForMaskedLM(config, **options)
     initialise(model, 1, config.initializer_range)
     return model
 
 
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)).item()
-
-
 def check_against_reference(config: AmplifyConfig, lengths: list[int]) -> None:
     reference, pack = Reference(config), random_pack(lengths)
-    model = ours_like(reference, config)
+    model = adapted(ADAPTER, reference, config)
     expected = torch.cat([reference(part) for part in pack["input_ids"].split(lengths)])
     theirs = F.cross_entropy(expected, pack["labels"], reduction="sum")
     theirs.backward()

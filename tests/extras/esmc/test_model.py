@@ -21,7 +21,7 @@ from extras.esmc.config import ESMC_SIZES, TOKENS, EsmcConfig, check_supported, 
 from extras.esmc.convert import ADAPTER
 from extras.esmc.family import FAMILY
 from extras.esmc.model import EsmcForMaskedLM
-from tests.models.reference import packed, random_batch
+from tests.models.reference import adapted, packed, random_batch, relative
 
 LENGTHS = [1, 2, 3, 40, 129, 17, 64]
 TINY = esmc_config(3, 64, 4, 96)
@@ -40,26 +40,15 @@ def reference_model(config: EsmcConfig) -> Stock:
     return model
 
 
-def ours_like(reference: Stock, config: EsmcConfig) -> EsmcForMaskedLM:
-    with torch.device("meta"):
-        model = EsmcForMaskedLM(config)
-    model.load_state_dict(dict(ADAPTER.from_hf(reference.state_dict(), config)[0]), assign=True)
-    return model
-
-
 def fresh(config: EsmcConfig = TINY, **options) -> EsmcForMaskedLM:
     model = EsmcForMaskedLM(config, **options)
     initialise(model, 1, config.initializer_range)
     return model
 
 
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)).item()
-
-
 def check_against_reference(config: EsmcConfig, batch: dict[str, torch.Tensor]) -> None:
     reference = reference_model(config)
-    model = ours_like(reference, config)
+    model = adapted(ADAPTER, reference, config)
     keep = batch["attention_mask"].bool()
     theirs = reference(**batch)
     theirs.loss.backward()

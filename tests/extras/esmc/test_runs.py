@@ -5,30 +5,23 @@ from __future__ import annotations
 import json
 import math
 import signal
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
-from extras.downstream.mutations import read_table
-from extras.export import choose, export
-from extras.inference.encoder import Encoder, EncoderFlags
-from extras.inference.measured import spearman
-from extras.inference.mutations import score
 from tests.data_fixtures import call, load_script, proteins, write_fasta
+from tests.extras import encoder_runs
 from tests.extras.downstream.test_mutations import write_gym
 from tests.extras.downstream.test_probes import write_labels
+from tests.extras.encoder_runs import results
 from tests.extras.inference.embed_fixtures import call_embed
 from tests.live_runs import LiveRun, assert_same_run, newest_step
-from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
+from tests.training_fixtures import losses, train
 
 SIZES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_size=64"
-MODEL = {"config_name": "biohub/ESMC-300M-hf", "config_overrides": SIZES}
-STEPS = 6
-RUN = MODEL | {"max_steps": STEPS, "packs_per_step": 4, "tokens_per_pack": 256, "save_steps": 3}
+RUN = encoder_runs.RUN | {"config_name": "biohub/ESMC-300M-hf", "config_overrides": SIZES}
 PROTEINS = proteins(60, seed=4)
 EMULATED = {"emulate_precision": True, "max_steps": 2, "save_final_model": False, "save_steps": 2}
 
@@ -48,35 +41,13 @@ def share_of(text: str, letters: str) -> float:
     return sum(text.count(letter) for letter in letters) / len(text)
 
 
-def results(out: Path) -> dict:
-    return json.loads((out / "all_results.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("train_ddp.py", {"gradient_checkpointing": True}),
-        ("train_fsdp2.py", {"activation_checkpointing": "selective"}),
-        ("train_mfsdp.py", {}),
-        ("train_ddp_cp.py", {"cp_comm_type": "all_gather"}),
-    ],
-)
+@encoder_runs.every_strategy
 def test_esmc_run_of_every_strategy_equals_one_process(dataset, alone, tmp_path, script, flags):
-    if script == "train_mfsdp.py":
-        pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
-    train(dataset, tmp_path, 2, script=script, **RUN | flags)
-    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
-    assert [row["grad_norm"] for row in rows(tmp_path)] == pytest.approx(
-        [row["grad_norm"] for row in rows(alone) if "loss" in row], rel=1e-4
-    )
-    assert relative_difference(final_weights(tmp_path), final_weights(alone)) < 1e-5
+    encoder_runs.assert_two_ranks_equal_one(dataset, alone, tmp_path, script, RUN | flags)
 
 
 def test_esmc_resumes_bit_identically(dataset, alone, tmp_path):
-    for stop in (3, STEPS):
-        train(dataset, tmp_path, do_eval=True, stop_at_step=stop, **RUN)
-    assert losses(tmp_path) == losses(alone)
-    assert same_bits(final_weights(tmp_path), final_weights(alone))
+    encoder_runs.assert_resumes(dataset, alone, tmp_path, RUN)
 
 
 def test_esmc_export_is_transformers_model_and_a_start(dataset, alone, tmp_path):
@@ -85,16 +56,7 @@ def test_esmc_export_is_transformers_model_and_a_start(dataset, alone, tmp_path)
     assert type(model).__name__ == "EsmcForMaskedLM"
     assert type(tokenizer).__name__ == "EsmcTokenizer"
     assert losses(alone)[0] == pytest.approx(math.log(64), rel=0.02)  # it begins by guessing among 64 rows
-    found = results(alone)
-    again = {"model_name_or_path": alone / "final_model", "do_train": False, "do_eval": True}
-    train(dataset, tmp_path, **again)
-    assert results(tmp_path)["eval_loss"] == found["eval_loss"]
-    encoder = Encoder(EncoderFlags(str(alone / "final_model")), torch.device("cpu"))
-    table = read_table(alone.parent / "gym.csv")
-    expected = spearman(score(encoder, table.variants, True), table.measured)
-    assert found["eval_mutations_gym_masked"] == pytest.approx(expected, abs=1e-6)
-    export(choose(alone / "checkpoint-6"), tmp_path / "model")
-    assert same_bits(load_file(tmp_path / "model" / "model.safetensors"), final_weights(alone))
+    encoder_runs.assert_export_is_the_model(dataset, alone, tmp_path, alone.parent / "gym.csv")
 
 
 def test_esmc_probe_of_run_and_export_is_the_loops(alone, tmp_path):
@@ -152,11 +114,7 @@ def test_esmc_layers_compute_in_emulated_formats(dataset, alone, tmp_path, flags
 
 
 def test_esmc_with_muon_equals_one_process(dataset, tmp_path):
-    flags = RUN | {"optim": "muon", "max_steps": 3, "save_steps": 3}
-    train(dataset, tmp_path / "alone", **flags)
-    train(dataset, tmp_path / "fsdp2", 2, script="train_fsdp2.py", **flags)
-    assert losses(tmp_path / "fsdp2") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-    assert relative_difference(final_weights(tmp_path / "fsdp2"), final_weights(tmp_path / "alone")) < 1e-5
+    encoder_runs.assert_muon_on_two_ranks_equals_one(dataset, tmp_path, RUN)
 
 
 @pytest.mark.parametrize(
