@@ -65,7 +65,7 @@ def help_text(program: str, description: str | None, specs: Iterable[Any], idle:
 
 
 def _filled(lines: list[str], width: int) -> Iterator[str]:
-    """A paragraph: prose is filled; a command goes on in the next line after a backslash, its comment goes first."""
+    """A paragraph: prose is filled; a command continues on the next line after a backslash, its comment goes first."""
     if all(len(line) <= width for line in lines):
         yield from lines
         return

@@ -46,14 +46,14 @@ class Duration:
     def ended(self, plan: RunPlan, step: int) -> RunPlan:
         """The plan of a run that ends with this step, after --stop_after_minutes."""
         logger.info(
-            *("Ending at step %d of %d, for --stop_after_minutes %g: the same command goes on", step, self.last),
+            *("Ending at step %d of %d, for --stop_after_minutes %g: run the same command to resume", step, self.last),
             self.minutes,
         )
         return replace(plan, last_step=step)
 
     def after_step(self, step: int, seconds: float) -> None:
-        """Log the estimate, once; all ranks together. UserError if it is of more than a day, this is a terminal, and
-        nobody has said --yes."""
+        """Log the estimate, once; all ranks together. UserError if it is of more than a day, on a terminal, without
+        --yes."""
         if len(self.steps) >= TIMED or step <= self.first + WARM:
             return
         self.steps.append(seconds)
