@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
-from common.models.esm2.config import Esm2Config, load_config
-from common.models.esm2.convert import ADAPTER, frequencies
+from common.models.esm2.config import load_config
+from common.models.esm2.convert import ADAPTER
 from common.models.registry import encoder_family, family_of
 
 
@@ -27,18 +27,18 @@ def stock_model(config: Any, pieces: Iterable[tuple[str, Tensor]], device: torch
 
     pieces: tensors in the names of an export, which need host memory for all of them.
     """
-    if not family_of(config.model_type).stock:
+    family = family_of(config.model_type)
+    if not family.stock:
         return Tensors(config, {name: tensor.detach().cpu() for name, tensor in pieces}, device)
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of loading weights
     tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in pieces}
-    if isinstance(config, Esm2Config):
-        tensors |= frequencies(config)
+    tensors |= family.adapter.constants(config)
     stock = config.to_transformers()
     stock.dtype = torch.float32
-    kind = getattr(transformers, f"{family_of(config.model_type).stock}ForMaskedLM")
+    kind = getattr(transformers, f"{family.stock}ForMaskedLM")
     model: Any = kind.from_pretrained(None, config=stock, state_dict=tensors, attn_implementation="eager")
     return model.to(device).eval()
 

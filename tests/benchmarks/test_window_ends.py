@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from benchmarks import window_ends
@@ -33,12 +32,24 @@ def test_windows_with_ends_are_those_of_embed(tmp_path):
 
 
 def test_window_ends_page_has_the_three_ways(tmp_path):
-    fasta = write_fasta(tmp_path / "my.fasta", make_proteins(5, 2, 4, (0.1, 0.4), seed=3))
-    model, page = make_model(tmp_path / "model"), tmp_path / "page.md"
+    proteins = list(make_proteins(5, 2, 4, (0.1, 0.4), seed=3))
+    fasta, model, page = (
+        write_fasta(tmp_path / "my.fasta", proteins),
+        make_model(tmp_path / "model"),
+        tmp_path / "page.md",
+    )
     call(window_ends, "--model_name_or_path", model, "--fasta", fasta, "--window", 30, "--output", page)
-    whole, with_ends, without = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line[:2] == "| "][
-        1:
-    ]
-    assert float(whole[2]) == pytest.approx(float(with_ends[2]), abs=0.5)
-    assert 0 < float(with_ends[1]) < 1
-    assert with_ends[1:] != without[1:]
+    whole, with_ends, without = table_of(page.read_text())
+    assert 0.9 < float(with_ends[0]) < 1
+    assert with_ends != without
+    # In a window that holds the whole protein, all are the same.
+    encoder = Encoder(EncoderFlags(model_name_or_path=str(model)))
+    lines = window_ends.compare(encoder, [text.encode() for _, text in proteins], 10_000)
+    assert table_of("\n".join(lines)) == [["", whole[1]], ["1.0000", whole[1]], ["1.0000", whole[1]]]
+    assert lines[-1].startswith("The losses differ by 0.00000 ± 0.00000 nats")
+
+
+def table_of(page: str) -> list[list[str]]:
+    """(cosine, loss) of the whole proteins, of windows with inner ends, and of windows without."""
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row[1:]] for row in rows[1:]]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from common.cli import UserError
 from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, Esm2Config
 from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
-from common.models.layers.hf_directory import SHARD_BYTES, UNKNOWN, Training, read_tensors, write_directory
+from common.models.layers.hf_directory import Training, read_tensors
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
 logger = logging.getLogger(__name__)
@@ -58,16 +57,6 @@ NOT_FITTED = "the contact head is not fitted: `predict_contacts` answers 0.5 for
 FITTED = "the contact head was fitted to these weights on {} protein chains"
 KEPT = "the contact head is that of the starting weights, which training leaves as it is"
 VOCABULARY_CHARACTERS = 10_000  # read of a vocab.txt at most: ESM-2's has 100
-
-
-def frequencies(config: Esm2Config) -> dict[str, Tensor]:
-    """The rotary frequencies that every layer of a Hub checkpoint has: transformers warns if they are missing."""
-    dim = config.hidden_size // config.num_attention_heads
-    layers = range(config.num_hidden_layers)
-    return {
-        f"esm.encoder.layer.{n}.attention.self.{_ROTARY}": 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim)
-        for n in layers
-    }
 
 
 def _check_vocabulary(path: Path) -> None:
@@ -153,40 +142,25 @@ class Esm2Adapter(StateDictAdapter):
             return nv_esm.pieces(theirs, config, str(root)), {}
         return self.from_hf(theirs, config, str(root))
 
-    def save(
-        self,
-        pieces: Pieces,
-        config: Esm2Config,
-        directory: Path,
-        training: Training = UNKNOWN,
-        tokenizer: Any = None,
-        shard_bytes: int = SHARD_BYTES,
-    ) -> None:
-        """As StateDictAdapter's; says whether the contact head is fitted."""
-        rotary = frequencies(config)
-        has_contacts = False
+    def constants(self, config: Esm2Config) -> dict[str, Tensor]:
+        """The rotary frequencies that every layer of a Hub checkpoint has: transformers warns if they are missing."""
+        dim = config.hidden_size // config.num_attention_heads
+        frequencies = 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim)
+        layers = range(config.num_hidden_layers)
+        return {f"esm.encoder.layer.{n}.attention.self.{_ROTARY}": frequencies.clone() for n in layers}
 
-        def watched() -> Pieces:
-            nonlocal has_contacts
-            for name, tensor in pieces:
-                has_contacts |= name.startswith(_CONTACT) and bool(tensor.any())
-                yield name, tensor
-
-        def finish(partial: Path) -> dict[str, str]:
-            contacts = KEPT if has_contacts else NOT_FITTED
-            if training.contacts:
-                contacts = FITTED.format(training.contacts)
-                # Only eager attention returns the maps that `predict_contacts` reads.
-                config_file = partial / "config.json"
-                content = json.loads(config_file.read_text()) | {"attn_implementation": "eager"}
-                config_file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-            logger.info("%s: %s", directory.name, contacts)
-            self.write_tokenizer(partial)
-            return {"Contacts": f"{contacts[0].upper()}{contacts[1:]}."}
-
-        export = self.export(config, training, finish)
-        export = replace(export, expected={**export.expected, **rotary})
-        write_directory(chain(watched(), rotary.items()), export, directory, shard_bytes)
+    def finish(self, directory: Path, training: Training, tokenizer: Any) -> Mapping[str, str]:
+        """As StateDictAdapter's; says in log and model card whether the contact head is fitted."""
+        contacts = KEPT if read_tensors(str(directory))[1][f"{_CONTACT}.weight"].any() else NOT_FITTED
+        if training.contacts:
+            contacts = FITTED.format(training.contacts)
+            # Only eager attention returns the maps that `predict_contacts` reads.
+            config_file = directory / "config.json"
+            content = json.loads(config_file.read_text()) | {"attn_implementation": "eager"}
+            config_file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        logger.info("%s: %s", directory.stem, contacts)
+        self.write_tokenizer(directory)
+        return {"Contacts": f"{contacts[0].upper()}{contacts[1:]}."}
 
     def write_tokenizer(self, directory: Path, tokenizer: Any = None) -> None:
         from transformers import EsmTokenizer

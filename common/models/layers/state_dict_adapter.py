@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class StateDictAdapter(ABC):
         """((our name, fp32 tensor) pairs, extras). UserError, which begins with `where`, unless `theirs` are such a
         model's tensors, and for NaN or infinity when one is read."""
         tensors = {now: tensor for name, tensor in theirs.items() if (now := self.current_name(name, config))}
-        check_tensors(tensors, self.expected(config), config.architecture, where, self.optional)
+        check_tensors(tensors, self.expected(config)[0], config.architecture, where, self.optional)
         parts = list(self.parts(config))
         used = {name for _, names in parts for name in names}
         extras = {name: check_finite(name, x, where) for name, x in tensors.items() if name not in used}
@@ -83,10 +84,13 @@ class StateDictAdapter(ABC):
         )
         return pieces, extras
 
-    def expected(self, config: Any) -> dict[str, Tensor]:
-        """The published tensors, on the meta device."""
+    def expected(self, config: Any) -> tuple[dict[str, Tensor], int]:
+        """(the published tensors, on the meta device; the number of our parameters)."""
+        from common.models.layers.initialise import count_parameters
+
         with torch.device("meta"):
-            return dict(self.to_hf(self.model(config).state_dict().__getitem__, config))
+            model = self.model(config)
+            return dict(self.to_hf(model.state_dict().__getitem__, config)), count_parameters(model)
 
     def read(self, name: str, config: Any) -> tuple[Pieces, dict[str, Tensor]]:
         """As `from_hf`, of a local directory's safetensors, or of a Hub repository's."""
@@ -107,16 +111,26 @@ class StateDictAdapter(ABC):
         pieces: as `to_hf` gives them; training: for the model card. The directory appears when it is complete; an
         existing one is replaced.
         """
-        export = self.export(config, training, lambda partial: self.write_tokenizer(partial, tokenizer))
-        write_directory(pieces, export, directory, shard_bytes)
-
-    def export(self, config: Any, training: Training, finish: Callable[[Path], Mapping[str, str] | None]) -> Export:
-        """finish: as Export's."""
-        from common.models.layers.initialise import count_parameters
-
-        with torch.device("meta"):
-            parameters = count_parameters(self.model(config))
+        constants = self.constants(config)
+        expected, parameters = self.expected(config)
         pipeline, *topics = self.tags
-        tags = (pipeline, config.model_type.lower(), *topics)
-        expected = self.expected(config)
-        return Export(config, tags, expected, parameters, finish, training, self.published, self.opened_by)
+        export = Export(
+            config,
+            (pipeline, config.model_type.lower(), *topics),
+            expected | constants,
+            parameters,
+            lambda partial: self.finish(partial, training, tokenizer),
+            training,
+            self.published,
+            self.opened_by,
+        )
+        write_directory(chain(pieces, constants.items()), export, directory, shard_bytes)
+
+    def constants(self, config: Any) -> dict[str, Tensor]:
+        """Tensors of an export that are no parameters."""
+        return {}
+
+    def finish(self, directory: Path, training: Training, tokenizer: Any) -> Mapping[str, str]:
+        """As Export's, once config.json and the weights are written."""
+        self.write_tokenizer(directory, tokenizer)
+        return {}
