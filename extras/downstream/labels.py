@@ -152,13 +152,17 @@ def read_examples(
     rows = [row for row in rows if row.get("split") != ""]
     if not rows:
         raise UserError(f"{where}: no row has a label")
+    most = max(rows, key=lambda row: len(row["sequence"]))
+    if (residues := len(most["sequence"])) > longest:
+        raise UserError(
+            f"{where}, line {most['line']}: the longest sequence has {residues:,} residues: give --max_seq_length "
+            f"{residues + 2}, or cut what is longer than {longest:,}"
+        )
     task = task_of([row["sequence"] for row in rows], [row[label_column] for row in rows], problem_type, where)
     given = {SHORT.get(row["split"].lower(), row["split"].lower()) for row in rows if "split" in row}
     examples, sides = [], {}
     for row in rows:
         sequence, place = row["sequence"], f"{where}, line {row['line']}"
-        if len(sequence) > longest:
-            raise UserError(f"{place}: a sequence of {len(sequence):,} residues: raise --max_seq_length, or cut it")
         split = split_of(sequence, sizes)
         if "split" in row:
             word = SHORT.get(row["split"].lower(), row["split"].lower())

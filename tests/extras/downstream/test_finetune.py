@@ -261,7 +261,10 @@ ROWS = [("MKA", "a", "train"), ("MKC", "b", "train"), ("MKD", "a", "validation")
         (ROWS[:3], "no protein of the test split"),
         ([("MKA", "", "train")], "no row has a label"),
         ([(s, "a", split) for s, _, split in ROWS], "one class alone, 'a'"),
-        ([*ROWS, ("M" * 2000, "a", "train")], "line 6: a sequence of 2,000 residues"),
+        (
+            [*ROWS, ("M" * 1500, "a", "train"), ("M" * 2000, "a", "train")],
+            "line 7: the longest sequence has 2,000 residues: give --max_seq_length 2002, or cut",
+        ),
     ],
 )
 def test_examples_refuse_labels_that_do_not_fit(tmp_path, rows, said):
