@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from common.files.json_files import read_json_lines
-from common.training.run_logger import METRICS, PlotLabels, read_run_info
+from common.training.run_logger import BASELINES, METRICS, PlotLabels, held_out_key, read_run_info
 
 FEW = 50  # rows: up to here points are drawn, too
 
@@ -57,16 +57,19 @@ def draw_curves(output_dir: Path) -> Path | None:
 def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, labels: PlotLabels) -> None:
     """Loss in nats on the left axis, perplexity on the right."""
     steps, values = [r["step"] for r in trained], [r["loss"] for r in trained]
-    loss.plot(steps, values, color="0.75", linewidth=0.8, marker=_marker(steps), label="training, mean of each row")
-    loss.plot(steps, moving_average(values), color="tab:blue", label="training, smoothed")
-    held_out = {r["step"]: r["eval_loss"] for r in rows if "eval_loss" in r}
-    if "eval_loss" in results:  # the evaluation after the last step is not in metrics.jsonl
-        held_out[rows[-1]["step"]] = results["eval_loss"]
+    loss.plot(steps, values, color="0.75", linewidth=0.8, marker=_marker(steps), label=f"{labels.training}, each row")
+    loss.plot(steps, moving_average(values), color="tab:blue", label=f"{labels.training}, smoothed")
+    key = held_out_key((*rows, results))
+    held_out = {r["step"]: r[key] for r in rows if key in r}
+    if key in results:  # the evaluation after the last step is not in metrics.jsonl
+        held_out[rows[-1]["step"]] = results[key]
     if held_out:
         loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label=labels.held_out)
-    unigram = next((each["eval_unigram_loss"] for each in (results, *rows) if "eval_unigram_loss" in each), None)
-    if unigram is not None:
-        loss.axhline(unigram, color="black", linestyle="--", linewidth=1, label=labels.baseline)
+    styles = zip(BASELINES, (labels.baseline, labels.neighbours), ("--", ":"), strict=True)
+    for (name, _), label, style in styles:
+        at = f"eval_{name}_loss{key.removeprefix('eval_loss')}"
+        if (value := next((each[at] for each in (results, *rows) if at in each), None)) is not None:
+            loss.axhline(value, color="black", linestyle=style, linewidth=1, label=label)
     skipped, before = [], 0
     for row in rows:
         if row.get("skipped_steps", before) > before:

@@ -115,7 +115,16 @@ class StockEsm(Esm2ForMaskedLM):
         if labels is None:
             return Esm2Output(logits=logits if where is None else logits[where])
         loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        return Esm2Output(loss_sum=loss_sum, correct=(logits.argmax(-1) == labels).sum())
+        is_correct, token_losses = logits.argmax(-1) == labels, None
+        if not self.training:
+            token_losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
+        tokens = where if where is not None else ...
+        return Esm2Output(
+            loss_sum=loss_sum,
+            correct=is_correct.sum(),
+            token_losses=token_losses[tokens] if token_losses is not None else None,
+            token_correct=is_correct[tokens] if token_losses is not None else None,
+        )
 
     def _weights(self) -> dict[str, Tensor]:
         parameters = dict(self.named_parameters())

@@ -20,6 +20,7 @@ import transformers
 from huggingface_hub import EvalResult, ModelCardData
 
 from common.models.layers.hf_directory import Export
+from common.training.run_logger import BASELINES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "esm2-pretraining"
@@ -77,8 +78,11 @@ def rows(table: Mapping[str, str], head: tuple[str, str]) -> list[str]:
 
 def front_matter(export: Export, start: str | None) -> list[str]:
     pipeline, *tags = export.tags
+    of = _hidden(export.training.results, "test")
     measured = {
-        name: value for name in ("loss", "perplexity") if (value := number(export.training.results, f"test_{name}"))
+        name: value
+        for name in ("loss", "perplexity")
+        if (value := number(export.training.results, f"test_{name}{of}")) is not None
     }
     data = ModelCardData(
         license=LICENSE,
@@ -91,7 +95,7 @@ def front_matter(export: Export, start: str | None) -> list[str]:
             EvalResult(
                 task_type=pipeline,
                 dataset_type="proteins" if pipeline == "fill-mask" else "text",
-                dataset_name="held-out test split",
+                dataset_name="held-out test split" + (", hidden residues" if of else ""),
                 metric_type=name,
                 metric_value=round(value, 6),
             )
@@ -110,18 +114,31 @@ def number(results: Mapping[str, Any], name: str) -> float | None:
 
 def shown_results(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for prefix, split in SPLITS.items():
+        of = _hidden(results, prefix)
+        which = f"{split}, hidden residues:" if of else split
         for name, unit in (("loss", " nats"), ("accuracy", "")):
-            if (value := number(results, f"{prefix}_{name}")) is not None:
-                unigram = number(results, f"{prefix}_unigram_{name}")
+            if (value := number(results, f"{prefix}_{name}{of}")) is not None:
+                unigram = number(results, f"{prefix}_unigram_{name}{of}")
                 beside = f" (residue frequencies alone: {unigram:.4f})" if unigram is not None else ""
-                yield f"{split} {name}", f"{value:.4f}{unit}{beside}"
-        if (below := number(results, f"{prefix}_below_unigram")) is not None:
-            error = number(results, f"{prefix}_below_unigram_stderr") or 0.0
-            yield f"{split} loss below residue frequencies", f"{below:.4f} ± {error:.4f} nats"
+                yield f"{which} {name}", f"{value:.4f}{unit}{beside}"
+        for key, baseline in BASELINES:
+            if (below := number(results, f"{prefix}_below_{key}_masked")) is not None:
+                error = number(results, f"{prefix}_below_{key}_masked_stderr")
+                yield (
+                    f"{which} loss below that of {baseline.replace('their', 'residue')}",
+                    f"{below:.4f}" + (f" ± {error:.4f}" if error is not None else "") + " nats",
+                )
+        if of and (loss := number(results, f"{prefix}_loss")) is not None:
+            yield f"{split}, all selected residues, as published losses count them: loss", f"{loss:.4f} nats"
     for name in sorted(results):
         kind = re.fullmatch(r"eval_(contacts|mutations|probe)_([A-Za-z0-9_.-]{1,120})", name)
         if kind and (value := number(results, name)) is not None:
             yield f"{kind[1]}: {kind[2]}", f"{value:.4f}"
+
+
+def _hidden(results: Mapping[str, Any], prefix: str) -> str:
+    """The ending of the names of results that are of hidden residues, "" where a run has none (decoders)."""
+    return "_masked" if f"{prefix}_loss_masked" in results else ""
 
 
 def shown_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

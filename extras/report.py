@@ -9,30 +9,34 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
-from common.training.run_logger import METRICS, PlotLabels, read_run_info, verdict
+from common.training.run_logger import BASELINES, METRICS, PlotLabels, held_out_key, read_run_info, verdict
 from extras.curves import draw_curves, read_results
 
-HELD_OUT = ("eval_loss", "perplexity", "eval_accuracy")
+NAMES = {"unigram": "unigram predictor", "neighbours": "neighbour predictor"}
 
 
 def held_out_table(output_dir: Path) -> str:
-    """Held-out loss, perplexity and accuracy before and after training, and of the unigram predictor."""
+    """Held-out loss, perplexity and accuracy before and after training, and of the baselines: of hidden residues, or
+    of all tokens of text."""
     results = read_results(output_dir)
-    rows = [r for r in read_json_lines(output_dir / METRICS) if "eval_loss" in r]
+    rows = read_json_lines(output_dir / METRICS)
+    key = held_out_key((*rows, results))
+    of = key.removeprefix("eval_loss")  # _masked
+    keys = (key, f"eval_perplexity{of}" if of else "perplexity", f"eval_accuracy{of}")
+    rows = [r for r in rows if key in r]
     labels = PlotLabels(*read_run_info(output_dir).get("words", ()))
     lines = [(labels.held_out, "loss (nats)", "perplexity", "accuracy")]
     first = next((r for r in rows if r["step"] == 0), None)
     if first:
-        lines.append(_line("before training", *(first[k] for k in HELD_OUT)))
-    known = next((each for each in (results, *rows) if "eval_unigram_loss" in each), None)
-    if known:
-        lines.append(
-            _line("unigram predictor", *(known[f"eval_unigram_{k}"] for k in ("loss", "perplexity", "accuracy")))
-        )
-    if "eval_loss" not in results and rows and rows[-1]["step"]:
-        lines.append(_line(f"at step {rows[-1]['step']:,}", *(rows[-1][k] for k in HELD_OUT)))
-    if "eval_loss" in results:
-        lines.append(_line("after training", *(results[k] for k in HELD_OUT)))
+        lines.append(_line("before training", *(first[k] for k in keys)))
+    for name, _ in BASELINES:
+        theirs = [f"eval_{name}_{what}{of}" for what in ("loss", "perplexity", "accuracy")]
+        if known := next((each for each in (results, *rows) if theirs[0] in each), None):
+            lines.append(_line(NAMES[name], *(known[k] for k in theirs)))
+    if key not in results and rows and rows[-1]["step"]:
+        lines.append(_line(f"at step {rows[-1]['step']:,}", *(rows[-1][k] for k in keys)))
+    if key in results:
+        lines.append(_line("after training", *(results[k] for k in keys)))
     widths = [max(len(row[n]) for row in lines) for n in range(4)]
     text = [
         f"{name:<{widths[0]}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
@@ -52,7 +56,7 @@ def main() -> None:
         last = rows[-1]
         loss = next((f", training loss {row['loss']:.4f}" for row in reversed(rows) if "loss" in row), "")
         print(f"not finished: step {last['step']:,} of {last['total_steps']:,}{loss}\n")
-    if any("eval_loss" in row for row in (results, *rows)):
+    if any(held_out_key([row]) in row for row in (results, *rows)):
         print(held_out_table(output_dir))
         print()
     if line := verdict(results):

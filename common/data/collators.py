@@ -125,7 +125,8 @@ class Batch(TypedDict, total=False):
     cu_seqlens: Required[Tensor]  # int32 [B + 1]
     max_seqlen: Required[int]
     predicted: Tensor  # int64 [P]
-    mask_ratio: float
+    mask_ratio: float  # in training
+    records: Tensor  # int64 [B], in an evaluation: which of the store's the sequences are
     # The fields of `Counts`.
     num_targets: Required[int]
     num_tokens: Required[int]
@@ -176,7 +177,8 @@ class MaskingCollator:
         """The batch of a pack of B sequences whose tokens are `ids` uint8 [T].
 
         input_ids int64 [T], labels int64 [T], predicted int64 [P] (`predicted_positions` of them), cu_seqlens int32
-        [B + 1], max_seqlen int and the counts; in training also mask_ratio, for the model's token dropout.
+        [B + 1], max_seqlen int and the counts; in training also mask_ratio, for the model's token dropout, in an
+        evaluation records.
         An empty pack gives one `<pad>` without a label, and all counts zero: the rank can run its forward pass
         (sharded models need all ranks to) and adds nothing to any sum.
         """
@@ -200,7 +202,9 @@ class MaskingCollator:
             "num_sequences": len(pack.lengths),
             "num_unknown": int(np.count_nonzero(ids == self.tokens.unknown)),
         }
-        if step is not None:
+        if step is None:
+            batch["records"] = torch.from_numpy(pack.records.astype(np.int64))
+        else:
             batch["mask_ratio"] = rates.mask_ratio
         return batch
 
@@ -271,6 +275,8 @@ class SlicingCollator:
             sliced["predicted"] = predicted_positions(labels)
         if "mask_ratio" in batch:
             sliced["mask_ratio"] = batch["mask_ratio"]
+        if "records" in batch:
+            sliced["records"] = batch["records"]
         return sliced
 
 

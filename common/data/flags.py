@@ -154,6 +154,7 @@ class DataFlags(SourceFlags):
         "mask_replace_prob",
         "random_replace_prob",
         "eval_mlm_probability",
+        "eval_mask_replace_prob",
     )
 
     eval_dataset: str | None = flag(
@@ -180,8 +181,9 @@ class DataFlags(SourceFlags):
     )
     mask_replace_prob: float = flag(0.8, "Fraction of the residues to predict that become <mask>.")
     random_replace_prob: float = flag(0.1, "Fraction of them that become a random amino acid; the rest stays.")
-    eval_mlm_probability: float = flag(
-        0.15, "--mlm_probability of evaluations, where 80 % become <mask> and 10 % another residue."
+    eval_mlm_probability: float = flag(0.15, "--mlm_probability of evaluations.")
+    eval_mask_replace_prob: float = flag(
+        0.8, "--mask_replace_prob of evaluations; half of the rest stays, the other half becomes another residue."
     )
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
@@ -252,7 +254,7 @@ class DataFlags(SourceFlags):
                 f"--mlm_probability_end {end}: must be above 0 and at most --mlm_probability {self.mlm_probability}, "
                 "which falls to it"
             )
-        for name in ("mask_replace_prob", "random_replace_prob"):
+        for name in ("mask_replace_prob", "random_replace_prob", "eval_mask_replace_prob"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"--{name} {getattr(self, name)}: a fraction, 0 to 1")
         if self.mask_replace_prob + self.random_replace_prob > 1:

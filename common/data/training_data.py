@@ -200,11 +200,18 @@ def masked_batches(
     return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.mlm_probability)
 
 
+def held_out_masks(flags: DataFlags, tokens: TokenSet) -> MaskingCollator:
+    """Of evaluations: their questions are the same whatever a run trains with. As many of the residues that are not
+    hidden stay as are replaced, as BERT has it."""
+    hidden = flags.eval_mask_replace_prob
+    return MaskingCollator(tokens, EVAL_SEED, MaskRates(flags.eval_mlm_probability, hidden, (1 - hidden) / 2))
+
+
 def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh, one_shape: bool = False) -> Collator:
-    """As `masked_batches`, of evaluations: their questions are the same whatever a run trains with."""
-    collator = MaskingCollator(tokens, EVAL_SEED, MaskRates(flags.eval_mlm_probability))
+    """As `masked_batches`, with `held_out_masks`."""
     filled_to = flags.held_out_tokens if one_shape else 0
-    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.eval_mlm_probability)
+    asked = held_out_masks(flags, tokens)
+    return shared_batches(asked, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.eval_mlm_probability)
 
 
 def shared_batches(

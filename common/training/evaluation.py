@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from common import console
 from common.data.collators import Batch, to_device
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.training.protein_losses import ProteinLosses
 from common.training.task import Task
 
 logger = logging.getLogger(__name__)
@@ -23,9 +24,23 @@ logger = logging.getLogger(__name__)
 # {name: (a model's output, its batch) -> scalar}, summed over the batch's targets; results have the mean over all.
 METRICS: dict[str, Callable[[Any, Batch], Tensor]] = {"accuracy": lambda output, batch: output.correct}
 
-# (a model's output, its batch) -> float64 [2, sequences]: how far the loss is below the baseline's, summed over the
-# targets of each sequence, and their number.
-Baseline = Callable[[Any, Batch], Tensor]
+
+class Evaluation(NamedTuple):
+    """Of a held-out split. results: by name, {} if the run was stopped meanwhile (on all ranks); losses: of its
+    proteins, None of text."""
+
+    results: dict[str, Any]
+    losses: ProteinLosses | None = None
+
+
+class Sums(Protocol):
+    """What a task sums over an evaluation's batches beside the loss."""
+
+    def add(self, output: Any, inputs: dict[str, Any], batch: Batch) -> None:
+        """inputs: of the model, on the device."""
+
+    def reduced(self, world: World, prefix: str) -> Evaluation:
+        """All ranks together, once."""
 
 
 class Evaluator:
@@ -35,6 +50,7 @@ class Evaluator:
         self.task, self.strategy = task, strategy
         self._last: dict[tuple[str, int], dict] = {}  # {(split, step): results} of the last evaluation
         self.results: dict[str, Any] = {}
+        self.losses: ProteinLosses | None = None  # of the last evaluation of a held-out split
         self._downstream = None
         self._last_downstream: dict[int, dict] = {}  # {step: results}
         if task.flags.downstream.given:
@@ -65,12 +81,11 @@ class Evaluator:
         is_logged = split == "validation"  # of the test split only the results at the end
         if is_logged:
             logger.info("***** Running Evaluation *****")
-        results = self.task.evaluate(self.strategy.evaluated, split, prefix, step)
+        results, losses = self.task.evaluate(self.strategy.evaluated, split, prefix, step)
         self.strategy.reshard()
         self.strategy.model.train()
         if results:
-            results |= self.task.baseline(split, prefix)
-            self._last = {(split, step): results}
+            self._last, self.losses = {(split, step): results}, losses
         if is_logged and results:
             logger.info(self.task.summary(results))
         return results
@@ -98,19 +113,17 @@ def held_out_results(
     step: int,
     bf16: bool,
     targets: str,
-    baseline: Baseline | None = None,
+    also: Sums | None = None,
     sequences: int | None = None,
-) -> dict:
+) -> Evaluation:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` of this rank's batches, as many on every rank.
 
-    step: of the run, for the hang watch; targets: the results' key for the number of predicted tokens; baseline: what
-    the loss is compared with, sequence by sequence; sequences: of all ranks, for a bar, None for no bar. Returns {} if
-    the run was stopped meanwhile (on all ranks).
+    step: of the run, for the hang watch; targets: the results' key for the number of predicted tokens, without which
+    there is no loss; also: what else is summed; sequences: of all ranks, for a bar, None for no bar.
     """
     started = time.perf_counter()
     # targets, sequences, loss in nats, metrics
     sums = torch.zeros(3 + len(METRICS), dtype=torch.float64, device=world.device)
-    differences = torch.zeros(5, dtype=torch.float64, device=world.device)
     num_batches = 0
     was_training = model.training
     model.eval()
@@ -129,46 +142,41 @@ def held_out_results(
             if failed:
                 world.raise_on_all(failure)
             if stop:
-                return {}
+                return Evaluation({})
             if batch is None:  # on all ranks at once
                 break
+            inputs = to_device(batch, world.device)
             with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
-                output = model(**to_device(batch, world.device))
+                output = model(**inputs)
             counts = [sums.new_tensor(batch[key]) for key in ("num_targets", "num_sequences")]
             values = [output.loss_sum, *(metric(output, batch) for metric in METRICS.values())]
             sums += torch.stack([*counts, *(value.double() for value in values)])
-            if baseline is not None:
-                differences += sums_of_differences(baseline(output, batch)).to(differences)
+            if also is not None:
+                also.add(output, inputs, batch)
             num_batches += 1
             bar.update(min(int(batch["num_sequences"] * world.mesh.dp_size), (sequences or 0) - bar.n))
     world.watch.rest()
     model.train(was_training)
     runtime = time.perf_counter() - started
     num_targets, samples, loss_sum, *metrics = world.sum(sums).tolist()
-    num_targets, samples = max(num_targets, 1), int(samples)
-    return {
-        f"{prefix}_loss": loss_sum / num_targets,
-        **{f"{prefix}_{name}": total / num_targets for name, total in zip(METRICS, metrics, strict=True)},
-        "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss_sum / num_targets, 700)),
+    results: dict[str, Any] = {}
+    if num_targets:
+        results[f"{prefix}_loss"] = loss_sum / num_targets
+        results |= {f"{prefix}_{name}": total / num_targets for name, total in zip(METRICS, metrics, strict=True)}
+        results["perplexity" if prefix == "eval" else f"{prefix}_perplexity"] = perplexity(loss_sum / num_targets)
+    else:
+        logger.warning("%s: none of %d sequences has a token to predict: no loss", prefix, samples)
+    results |= {
         f"{prefix}_{targets}": int(num_targets),
-        f"{prefix}_samples": samples,
+        f"{prefix}_samples": int(samples),
         f"{prefix}_runtime": runtime,
         f"{prefix}_samples_per_second": samples / runtime,
         f"{prefix}_steps_per_second": num_batches / runtime,
-        **({} if baseline is None else below_baseline(world.sum(differences).tolist(), f"{prefix}_below_unigram")),
     }
+    more, losses = also.reduced(world, prefix) if also is not None else ({}, None)
+    return Evaluation(results | more, losses)
 
 
-def sums_of_differences(each: Tensor) -> Tensor:
-    """each: of a `Baseline`. float64 [5], to be added up over batches: sums of d, n, d d, d n, n n."""
-    d, n = each
-    return torch.stack([d.sum(), n.sum(), (d * d).sum(), (d * n).sum(), (n * n).sum()])
-
-
-def below_baseline(sums: list[float], name: str) -> dict[str, float]:
-    """The mean difference per target and its standard error, of a ratio of sums over sequences (Cochran 1977, 6.4)."""
-    d, n, dd, dn, nn = sums
-    if not n:
-        return {}
-    mean = d / n
-    return {name: mean, f"{name}_stderr": math.sqrt(max(0.0, dd - 2 * mean * dn + mean * mean * nn)) / n}
+def perplexity(loss: float) -> float:
+    """exp(loss), finite for any loss in nats."""
+    return math.exp(min(loss, 700))

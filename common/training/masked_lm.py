@@ -1,14 +1,15 @@
 """Masked language modelling with an encoder. What differs between encoders is their family's (common.models.registry).
 
-Held-out sums are over all masked residues of a split, on all ranks, and divided once: no mean of means. Masks depend
-on the protein alone, so every evaluation, model and number of ranks predicts the same residues.
+Held-out sums are over all selected residues of a split, on all ranks, and divided once: no mean of means. Masks depend
+on the protein alone, so every evaluation, model and number of ranks predicts the same residues. Of those, 80 % are
+hidden behind `<mask>`, 10 % stay as they are, and 10 % are replaced (BERT's rates): a model learns within a few steps
+to copy what it is shown, so what it knows of proteins is the loss of the hidden ones.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,27 @@ from common.data.crops import Pack
 from common.data.flags import DataFlags
 from common.data.loader import StepCounts
 from common.data.packs_per_step import PacksPerStep
-from common.data.training_data import ProteinData, evaluation_masks, held_out_batches, masked_batches, open_data
+from common.data.training_data import (
+    ProteinData,
+    evaluation_masks,
+    held_out_batches,
+    held_out_masks,
+    masked_batches,
+    open_data,
+)
 from common.distributed.world import World
 from common.flags import Missing
 from common.models.esm2.family import ModelFlags
 from common.models.registry import Family, encoder_family
 from common.shapes import filled_up
 from common.training.arguments import RunArguments
-from common.training.evaluation import Baseline, held_out_results
+from common.training.baselines import BaselineLosses, Baselines
+from common.training.evaluation import Evaluation, held_out_results, perplexity
+from common.training.protein_losses import ProteinLosses
 from common.training.run_logger import PlotLabels, step_line
 from common.training.task import Build, BuiltModel, Task
 
-UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram baseline is fitted on
-UNIGRAM_RUN = 1000  # consecutive proteins that are read together
+SHOWN = ("masked", "kept", "random")  # what stands where a residue is asked: <mask>, itself, another one
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,8 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
         super().__init__(built, flags, world)
         self.bf16 = flags.precision.bf16
-        self.baselines: dict[str, dict] = {}  # unigram results by split
-        self._log_frequencies: np.ndarray | None = None
+        self._baselines: Baselines | None = None
+        self._of_split: dict[str, BaselineLosses] = {}
 
     def open(self, evaluates: bool) -> None:
         self.data = open_data(
@@ -112,36 +121,37 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16):
             return model(**to_device(batch, self.world.device)).loss_sum
 
-    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
-        store = self.data.held_out(split)
+    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> Evaluation:
+        store, beside = self.data.held_out(split), self.baselines(split, prefix)
         settings = self.bf16, self.built.one_shape
-        compared = None
-        if self.world.cp_size == 1:  # else a sequence is spread over ranks
-            compared = below_unigram(torch.from_numpy(self.log_frequencies()))
         where, has_bar = (self.flags.data, self.world, prefix, step), not self.flags.log.disable_tqdm
-        return evaluate(model, store, self.family.tokens, *where, *settings, compared, has_bar)
+        results, losses = evaluate(model, store, self.family.tokens, *where, *settings, has_bar)
+        if losses is None:
+            return Evaluation(results)
+        losses = replace(losses, questions=beside.questions)
+        return Evaluation(results | beside.results | below(losses, beside, prefix), losses)
 
-    def log_frequencies(self) -> np.ndarray:
-        """Of the residues in training, as `residue_frequencies`; all ranks together."""
-        if self._log_frequencies is None:
+    def baselines(self, split: str, prefix: str) -> BaselineLosses:
+        """Of what the model is compared with on a split; all ranks together."""
+        if split not in self._of_split:
+            tokens, flags = self.family.tokens, self.flags.data
             with self.world.raise_together():
-                self._log_frequencies = np.log(residue_frequencies(self.data.sample(), self.family.tokens))
-        return self._log_frequencies
+                self._baselines = self._baselines or Baselines(self.data.sample(), tokens)
+            asked = held_out_masks(flags, tokens)
+            store = self.data.held_out(split)
+            self._of_split[split] = self._baselines.losses(store, flags, asked, self.world, prefix)
+        return self._of_split[split]
 
     @staticmethod
     def summary(results: dict) -> str:
+        if "eval_loss_masked" not in results:
+            return f"No hidden residue in {results['eval_samples']} held-out proteins: no loss"
         return (
-            f"Held-out loss {results['eval_loss']:.4f} (residue frequencies alone: "
-            f"{results['eval_unigram_loss']:.4f}), perplexity {results['perplexity']:.3f}, accuracy "
-            f"{results['eval_accuracy']:.4f} ({results['eval_masked_tokens']} masked residues)"
+            f"Held-out loss {results['eval_loss_masked']:.4f} of {results['eval_masked_tokens']} hidden residues "
+            f"(residue frequencies alone: {results['eval_unigram_loss_masked']:.4f}), perplexity "
+            f"{results['eval_perplexity_masked']:.3f}, accuracy {results['eval_accuracy_masked']:.4f}; loss of all "
+            f"{results['eval_selected_tokens']} selected ones {results['eval_loss']:.4f}"
         )
-
-    def baseline(self, split: str, prefix: str) -> dict:
-        if split not in self.baselines:
-            held_out, tokens = self.data.held_out(split), self.family.tokens
-            log_p = self.log_frequencies()
-            self.baselines[split] = unigram(log_p, held_out, tokens, self.flags.data, self.world, prefix)
-        return self.baselines[split]
 
     def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
         return step_line(row)
@@ -157,72 +167,56 @@ def evaluate(
     step: int = 0,
     bf16: bool = False,
     one_shape: bool = False,
-    baseline: Baseline | None = None,
     has_bar: bool = False,
-) -> dict:
-    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
+) -> Evaluation:
+    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`,
+    with the results of `SelectedSums`."""
     made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, one_shape), world)
+    also = SelectedSums(len(store), tokens.mask, world.device)
     sequences = len(store) if has_bar else None
-    return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens", baseline, sequences)
+    return held_out_results(model, made, world, prefix, step, bf16, "selected_tokens", also, sequences)
 
 
-def below_unigram(log_p: Tensor) -> Baseline:
-    """How far the loss is below that of the unigram predictor. log_p: of the tokens, float64 [vocab_size]."""
+class SelectedSums:
+    """Sums over the residues asked, by what is shown in their place, and over the hidden ones of each protein.
 
-    def compare(output: Any, batch: Batch) -> Tensor:
-        if (losses := getattr(output, "token_losses", None)) is None:  # a family may do without
-            return torch.zeros(2, 0, dtype=torch.float64)
-        labels = batch["labels"]
-        if isinstance(mask := batch.get("attention_mask"), Tensor):
-            kept = mask.bool()
-            labels, ends = labels[kept], kept.sum(1).cumsum(0)
-        else:
-            ends = batch["cu_seqlens"][1:].contiguous()
-        asked = (labels >= 0).nonzero().squeeze(1)
-        below = -log_p[labels[asked]] - losses.cpu().double()[asked]
-        sequence = torch.searchsorted(ends.long(), asked, right=True)
-        found = torch.zeros(2, len(ends), dtype=torch.float64)
-        return found.index_add(1, sequence, torch.stack([below, torch.ones_like(below)]))
-
-    return compare
-
-
-def unigram(
-    log_p: np.ndarray, store: Any, tokens: TokenSet, flags: DataFlags, world: World, prefix: str = "eval"
-) -> dict:
-    """The unigram baseline: predicts every masked residue from the frequencies in training, whose logarithms are
-    log_p [vocab_size]."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    with world.raise_together():
-        for batch in held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh), world):
-            labels = batch["labels"].flatten().numpy()
-            labels = labels[labels >= 0]
-            correct = (labels == log_p.argmax()).sum()
-            sums += torch.tensor([-log_p[labels].sum(), correct, len(labels)], dtype=torch.float64)
-    loss_sum, correct, masked = world.sum(sums).tolist()
-    masked = max(masked, 1)
-    return {
-        f"{prefix}_unigram_loss": loss_sum / masked,
-        f"{prefix}_unigram_accuracy": correct / masked,
-        f"{prefix}_unigram_perplexity": math.exp(loss_sum / masked),
-    }
-
-
-def residue_frequencies(store: Any, tokens: TokenSet) -> np.ndarray:
-    """Relative frequencies of the tokens, float64 [vocab_size]; about zero for those that are never masked.
-
-    One is added to every count, so that a residue absent from training has a finite loss.
+    A random residue that happens to be the true one counts as kept: the model is shown the same.
     """
-    counts = np.zeros(tokens.vocab_size)
-    # Runs of consecutive records: single ones all over a large store would each be a read of the filesystem.
-    starts = np.arange(0, len(store), UNIGRAM_RUN)
-    if len(store) > UNIGRAM_SAMPLE:
-        starts = np.linspace(0, len(store) - UNIGRAM_RUN, UNIGRAM_SAMPLE // UNIGRAM_RUN).astype(np.int64)
-    for start in starts:
-        block = np.arange(start, min(start + UNIGRAM_RUN, len(store)))
-        ids, _ = store.gather(block, np.zeros_like(block), store.lengths(block))
-        counts += np.bincount(ids, minlength=tokens.vocab_size)
-    residues = slice(tokens.residues[0], tokens.residues[1] + 1)
-    frequencies = np.full_like(counts, 1e-300)
-    frequencies[residues] = (counts[residues] + 1) / (counts[residues] + 1).sum()
-    return frequencies
+
+    def __init__(self, proteins: int, mask: int, device: torch.device):
+        self.mask = mask
+        self.by_shown = torch.zeros(3, len(SHOWN) + 1, dtype=torch.float64, device=device)  # loss, correct, number
+        self.by_protein = torch.zeros(2, proteins, dtype=torch.float64, device=device)  # hidden: loss, number
+
+    def add(self, output: Any, inputs: dict[str, Any], batch: Batch) -> None:
+        """The output has token_losses and token_correct [T]: a model's in eval mode. No synchronisation."""
+        shown, labels, bounds = inputs["input_ids"], inputs["labels"], inputs["cu_seqlens"].long()
+        asked = labels >= 0
+        kind = torch.where(shown == self.mask, 0, torch.where(shown == labels, 1, 2)).masked_fill(~asked, len(SHOWN))
+        values = torch.stack([output.token_losses.double(), output.token_correct.double(), asked.double()])
+        self.by_shown.index_add_(1, kind, values)
+        # Rows of a sequence each: `bounds` may have fillers behind the pack's own, and tokens beyond the last bound.
+        sequence = torch.bucketize(torch.arange(len(labels), device=labels.device), bounds[1:], right=True)
+        each = values.new_zeros(2, len(bounds)).index_add_(1, sequence, values[::2] * (kind == 0))
+        records = batch["records"].to(labels.device, non_blocking=True)
+        self.by_protein.index_add_(1, records, each[:, : len(records)])
+
+    def reduced(self, world: World, prefix: str) -> Evaluation:
+        """`{prefix}_loss_*` and `{prefix}_*_tokens` for each of `SHOWN`; accuracy and perplexity of the hidden."""
+        results: dict[str, Any] = {}
+        for name, (loss, correct, number) in zip(SHOWN, world.sum(self.by_shown).T.tolist(), strict=False):
+            results[f"{prefix}_{name}_tokens"] = int(number)
+            if number:
+                results[f"{prefix}_loss_{name}"] = loss / number
+            if number and name == "masked":
+                results[f"{prefix}_accuracy_masked"] = correct / number
+                results[f"{prefix}_perplexity_masked"] = perplexity(loss / number)
+        loss_sum, masked = world.sum(self.by_protein).cpu().numpy()
+        return Evaluation(results, ProteinLosses(loss_sum, masked.astype(np.int32)))
+
+
+def below(losses: ProteinLosses, baselines: BaselineLosses, prefix: str) -> dict[str, float]:
+    """How far the loss of the hidden residues is below the baselines', with standard errors over proteins."""
+    mean, error = losses.below(baselines.unigram)
+    found = {f"{prefix}_below_unigram_masked": mean, f"{prefix}_below_unigram_masked_stderr": error}
+    return {name: value for name, value in found.items() if np.isfinite(value)}

@@ -121,9 +121,10 @@ class TrainerState:
     sequences: int = 0
     unknown: int = 0  # <unk> tokens: characters that are not residues
     total_flos: float = 0.0
-    loss_total: float = 0.0  # sum of the losses of the steps not skipped
+    loss_total: float = 0.0  # sum of the losses of the steps that have one: not skipped, with a target
     row_loss: float = 0.0  # the same since the last row of metrics.jsonl
-    row_steps: int = 0  # steps not skipped since then
+    row_steps: int = 0  # such steps since then
+    steps_without_target: int = 0
     skipped_steps: int = 0  # steps with a loss or gradient norm that is not finite; counted in `step`
     skipped_lately: list[str] = field(default_factory=list)  # messages of the steps skipped in a row up to now
     seconds: float = 0.0  # spent in steps, over all restarts
@@ -197,9 +198,12 @@ class TrainerState:
             self.skipped_lately = [*self.skipped_lately, message]
             logger.warning("Skipped %s", message)
         else:
-            self.loss_total += result.loss
-            self.row_loss += result.loss
-            self.row_steps += 1
+            if counts.num_targets:
+                self.loss_total += result.loss
+                self.row_loss += result.loss
+                self.row_steps += 1
+            else:
+                self.steps_without_target += 1
             self.skipped_lately = []
 
     def keep_row(self, row: dict | None) -> None:
@@ -207,7 +211,7 @@ class TrainerState:
         self.unfinished_row = row
 
     def pop_row_loss(self) -> dict:
-        """`loss`, the mean since the last row, and `train_perplexity`; {} if all steps were skipped. Resets the sums.
+        """`loss`, the mean since the last row, and `train_perplexity`; {} if no step has one. Resets the sums.
 
         The sums are saved: a run that is killed between two rows resumes to the same second row.
         """
@@ -347,6 +351,7 @@ class Interval:
     optimizer: float = 0.0
     checkpoints: float = 0.0  # seconds that saving blocked training
     steps: int = 0
+    last_targets: int = 0  # of the last step
     ranks: dict = field(default_factory=dict)  # the last comparison of the ranks (extras/monitor/step_monitor.py)
 
     def add(self, counts: StepCounts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
@@ -358,6 +363,7 @@ class Interval:
         self.forward_backward += result.forward_backward
         self.optimizer += result.optimizer
         self.steps += 1
+        self.last_targets = counts.num_targets
 
     def add_monitored(self, ranks: dict) -> None:
         self.ranks |= ranks
@@ -368,10 +374,12 @@ class Interval:
     def row(
         self, state: TrainerState, total_steps: int, lr: float, result: StepResult, world: World, peak: float | None
     ) -> dict:
-        """The row of metrics.jsonl after the last step, without `step_loss` and `grad_norm` if that was skipped.
+        """The row of metrics.jsonl after the last step, without `step_loss` and `grad_norm` if that was skipped, and
+        without `step_loss` if it had no target.
 
         peak: FLOP/s of the device, None if unknown.
         """
+        has_loss = not result.skipped and self.last_targets > 0
         seconds = max(self.seconds, 1e-9)
         flops = self.flops / seconds / world.size
         row = {
@@ -379,7 +387,8 @@ class Interval:
             "total_steps": max(total_steps, state.step),
             "epoch": state.epoch,
             **state.pop_row_loss(),
-            **({} if result.skipped else {"step_loss": result.loss, "grad_norm": result.grad_norm}),
+            **({"step_loss": result.loss} if has_loss else {}),
+            **({} if result.skipped else {"grad_norm": result.grad_norm}),
             "learning_rate": lr,
             "tokens": state.tokens,
             "unknown_characters": state.unknown,

@@ -147,13 +147,14 @@ def training_results(state: TrainerState, implementation: dict[str, Any], num_ex
         share = state.unknown / max(state.tokens, 1)
         logger.warning("%s characters (%.2g of the tokens) are no residues: <unk>", f"{state.unknown:,}", share)
     seconds = max(state.seconds, 1e-9)
+    with_loss = state.step - state.skipped_steps - state.steps_without_target
     return {
         **({"attention": implementation["attention"]} if "attention" in implementation else {}),
         "backend": implementation["backend"],
         "epoch": state.epoch,
         **({"gelu": gelu} if (gelu := implementation["gelu"]) else {}),
         "total_flos": state.total_flos,
-        "train_loss": state.loss_total / max(state.step - state.skipped_steps, 1),
+        **({"train_loss": state.loss_total / with_loss} if with_loss else {}),
         "train_runtime": state.seconds,
         "train_samples": num_examples or state.sequences,
         "train_samples_per_second": state.sequences / seconds,

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,21 +93,36 @@ def format_block(split: str, results: dict) -> str:
     return "\n".join([f"***** {split} metrics *****", *(f"  {k:<{width}} = {v:>{right}}" for k, v in shown.items())])
 
 
-def verdict(results: dict) -> str:
-    """Whether the model is better than residue frequencies on the validation split, in a line; "" if unknown.
+# (key, name) of what a model is compared with, the weaker first.
+BASELINES = (("unigram", "their frequencies"), ("neighbours", "their neighbours"))
 
-    Better: by more than two standard errors of the difference, where these are known.
-    """
-    loss, unigram = results.get("eval_loss"), results.get("eval_unigram_loss")
-    if loss is None or unigram is None:
+
+def verdict(results: dict, prefix: str = "eval") -> str:
+    """Whether the model predicts the hidden residues of a held-out split better than the baselines, in a line; "" if
+    unknown. Better: by more than two standard errors of the difference."""
+    compared = []
+    for key, name in BASELINES:
+        if (below := results.get(f"{prefix}_below_{key}_masked")) is None:
+            continue
+        error = results.get(f"{prefix}_below_{key}_masked_stderr")
+        by = f"{abs(below):.4f}" if error is None else f"{abs(below):.4f} ± {error:.4f}"
+        noise = 2 * (error or 0.0)
+        how = "better than" if below > noise else "worse than" if below < -noise else "no better than"
+        compared.append((how, f"{how} {name} do, by {by} nats"))
+    if not compared:
         return ""
-    below, error = unigram - loss, results.get("eval_below_unigram_stderr")
-    by = f"{abs(below):.4f}" if error is None else f"{abs(below):.4f} ± {error:.4f}"
-    if below > 2 * (error or 0.0):
-        return f"Verdict: the model predicts held-out residues better than their frequencies do, by {by} nats"
-    worse = "is worse than residue frequencies, by" if below < 0 else "is no better than residue frequencies, but for"
-    advice = "train longer, look for a rate with --find_learning_rate, or look at the data"
-    return f"Verdict: the model {worse} {by} nats: {advice}"
+    units = f"{results[f'{prefix}_clusters']:,} clusters" if f"{prefix}_clusters" in results else "proteins"
+    texts = ", and ".join(text for _, text in compared)
+    line = f"Verdict: the model predicts hidden residues {texts} (± over {units})"
+    if all(how == "better than" for how, _ in compared):
+        return line
+    learnt = " has learnt composition, not context:" if compared[0][0] == "better than" else ""
+    return f"{line}:{learnt} train longer, look for a rate with --find_learning_rate, or look at the data"
+
+
+def held_out_key(rows: Iterable[dict]) -> str:
+    """The key of a run's held-out loss in its rows: of hidden residues, or of all targets (decoders; before 0.5)."""
+    return "eval_loss_masked" if any("eval_loss_masked" in row for row in rows) else "eval_loss"
 
 
 def _format_value(key: str, value) -> str:
@@ -153,9 +168,11 @@ class PlotLabels(NamedTuple):
     """A task's labels in the plot of the loss; the defaults are masked language modelling's."""
 
     loss: str = "Masked-language-modelling loss"
-    unit: str = "nats per masked residue"
-    held_out: str = "held-out proteins"
-    baseline: str = "held-out, by residue frequencies alone (unigram predictor)"
+    unit: str = "nats per residue"
+    held_out: str = "held-out proteins, hidden residues"
+    baseline: str = "the same, by residue frequencies"
+    neighbours: str = "the same, by their neighbours"
+    training: str = "training, all selected residues"
 
 
 def read_run_info(output_dir: Path) -> dict:
@@ -273,10 +290,9 @@ class RunLogger:
         starts = [start for start in read_run_info(self.output_dir).get("starts", []) if start < first_row]
         write_json(self.output_dir / RUN_INFO, about | {"starts": [*starts, first_row]})
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
-        self._held_out = next(
-            (row["eval_loss"] for row in reversed(read_json_lines(self.output_dir / METRICS)) if "eval_loss" in row),
-            None,
-        )
+        earlier = read_json_lines(self.output_dir / METRICS)
+        key = held_out_key(earlier)
+        self._held_out = next((row[key] for row in reversed(earlier) if key in row), None)
         self.tracker.resume(self.output_dir / METRICS)
         if quant_stats_in:
             from extras.quant_stats.stats_plan import FILE
@@ -289,7 +305,7 @@ class RunLogger:
             self.metrics.write(row)
             self.last_row = row
             self.tracker.write(row)
-            self._held_out = row.get("eval_loss", self._held_out)
+            self._held_out = row.get(held_out_key([row]), self._held_out)
             if "loss" in row and (line := self._shown(row)):
                 logger.info("%s", line)
 

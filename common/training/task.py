@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from common.precision.build import Precision
 from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
 from common.training.run_logger import PlotLabels
+
+if TYPE_CHECKING:
+    from common.training.evaluation import Evaluation
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
 Data = TypeVar("Data", bound=TrainingData)
@@ -136,12 +139,8 @@ class Task(ABC, Generic[Arguments, Data]):
         """The loss in nats, summed over the targets of a batch; fp32 scalar."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
-        """As `held_out_results`, on a split that is not empty."""
-
-    @abstractmethod
-    def baseline(self, split: str, prefix: str) -> dict:
-        """Results of a predictor to compare with, on the same targets; {} without one."""
+    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> Evaluation:
+        """Of a split that is not empty, with results of what the model is compared with; all ranks together."""
 
     @staticmethod
     @abstractmethod

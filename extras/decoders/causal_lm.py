@@ -18,7 +18,7 @@ from common.data.crops import Pack
 from common.data.loader import StepCounts
 from common.data.packs_per_step import PacksPerStep
 from common.models.layers.initialise import count_parameters
-from common.training.evaluation import held_out_results
+from common.training.evaluation import Evaluation, held_out_results
 from common.training.run_logger import PlotLabels, step_line
 from common.training.task import Task
 from extras.decoders.causal_arguments import CausalArguments
@@ -35,7 +35,7 @@ class CausalLM(Task[CausalArguments, TextData]):
     """Causal language modelling of text."""
 
     terminal_every = 10  # the guides' default is to log every step
-    labels = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text")
+    labels = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text", training="training")
 
     def open(self, evaluates: bool) -> None:
         parameters = count_parameters(self.built.model)
@@ -76,8 +76,9 @@ class CausalLM(Task[CausalArguments, TextData]):
             targets = int((batch["shared_lengths"] - 1).clamp(min=0).sum())
         return output.loss_sum + self.built.config.router_aux_loss_coef * targets * output.router
 
-    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
-        """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if stopped meanwhile."""
+    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> Evaluation:
+        """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches. Beside none: of text, a unigram
+        predictor is too weak a baseline."""
         store = self.data.held_out(split)
         flags = self.flags.data
         collator = causal_batches(flags, self.world.mesh, self._filled_to(flags.held_out_tokens))
@@ -88,14 +89,12 @@ class CausalLM(Task[CausalArguments, TextData]):
 
     @staticmethod
     def summary(results: dict) -> str:
+        if "eval_loss" not in results:
+            return f"Nothing to predict in {results['eval_samples']} held-out sequences: no loss"
         return (
             f"Held-out loss {results['eval_loss']:.4f}, perplexity {results['perplexity']:.3f}, "
             f"accuracy {results['eval_accuracy']:.4f} ({results['eval_tokens']} predicted tokens)"
         )
-
-    def baseline(self, split: str, prefix: str) -> dict:
-        """None: of text, a unigram predictor is too weak a baseline."""
-        return {}
 
     def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
         """A row of metrics.jsonl in the guides' shape."""

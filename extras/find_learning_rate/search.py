@@ -30,6 +30,7 @@ from common.training.arguments import RunArguments
 from common.training.progress import TrainerState, plan_run
 from common.training.registry import task_of
 from common.training.run_directory import RunDirectory
+from common.training.run_logger import held_out_key
 from common.training.step import Stepper, StepPrefetcher
 from common.training.task import Build
 from extras.find_learning_rate.report import advice, draw, line, table
@@ -127,12 +128,11 @@ class Search:
             has_held_out = task.data.held_out("validation") is not None
         diverged = diverged or not losses
         if has_held_out and not diverged:
-            results = task.evaluate(strategy.evaluated, "validation", "eval", steps)
+            results, _ = task.evaluate(strategy.evaluated, "validation", "eval", steps)
             if not results:
                 raise Preempted
-            eval_loss = results["eval_loss"]
-            if self.baseline is None:
-                self.baseline = task.baseline("validation", "eval").get("eval_unigram_loss")
+            eval_loss = results.get(held_out_key([results]))
+            self.baseline = results.get("eval_unigram_loss_masked")
         world.watch.rest()
         return Trial(rate, losses, eval_loss, diverged, tokens)
 

@@ -38,6 +38,7 @@ class Esm2Output(NamedTuple):
     correct: Tensor | None = None  # scalar int64: masked positions whose top prediction is the label
     hidden: Tensor | None = None  # [T, hidden]: after the final LayerNorm; only when asked for
     token_losses: Tensor | None = None  # [T] fp32: nats, 0 where nothing is predicted; in eval mode
+    token_correct: Tensor | None = None  # [T] bool: where the top prediction is the label; in eval mode
 
 
 class Embeddings(nn.Module):
@@ -203,16 +204,19 @@ class Esm2ForMaskedLM(Model):
             targets = labels[predicted].masked_fill(is_filler, -100)  # whose loss is ignored
             logits = self.lm_head(hidden[predicted.masked_fill(is_filler, 0)], embedding)
             loss_sum = F.cross_entropy(logits, targets, reduction="sum")
-            correct = (logits.argmax(-1) == targets).sum()
-            token_losses = None
+            is_correct = logits.argmax(-1) == targets
+            token_losses = token_correct = None
             if not self.training:
                 losses = F.cross_entropy(logits, targets, reduction="none")
-                token_losses = losses.new_zeros(tokens).index_add(0, predicted.masked_fill(is_filler, 0), losses)
+                places = predicted.masked_fill(is_filler, 0)
+                token_losses = losses.new_zeros(tokens).index_add(0, places, losses)
+                token_correct = losses.new_zeros(tokens).index_add(0, places, is_correct.to(losses.dtype)).bool()
             return Esm2Output(
                 loss_sum=loss_sum,
-                correct=correct,
+                correct=is_correct.sum(),
                 hidden=hidden if output_hidden else None,
                 token_losses=token_losses,
+                token_correct=token_correct,
             )
         logits = self.lm_head(hidden, embedding)
         if kept is not None:

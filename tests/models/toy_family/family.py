@@ -55,6 +55,8 @@ class ToyOutput(NamedTuple):
     loss_sum: Tensor
     correct: Tensor
     entropy: Tensor  # of the predictions, summed over the targets: a metric that ESM-2 lacks
+    token_losses: Tensor  # [T]
+    token_correct: Tensor  # [T]
 
 
 class ToyModel(nn.Module):
@@ -71,9 +73,10 @@ class ToyModel(nn.Module):
         for layer in self.layers.in_turn():
             x = layer(x)
         logits = x @ self.embedding.weight.t()
-        correct = (logits.argmax(-1) == labels).sum()
+        correct = logits.argmax(-1) == labels
+        losses = F.cross_entropy(logits, labels, reduction="none")
         entropy = torch.distributions.Categorical(logits=logits.float()).entropy()[labels >= 0].sum()
-        return ToyOutput(F.cross_entropy(logits, labels, reduction="sum"), correct, entropy)
+        return ToyOutput(losses.sum(), correct.sum(), entropy, losses, correct)
 
 
 class ToyAdapter(StateDictAdapter):

@@ -1,0 +1,143 @@
+"""What a model of masked language modelling is compared with: predictors that are shown what the model is shown.
+
+The unigram predictor knows how frequent residues are in training, and the residue that stands at the position asked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.data import TokenSet
+from common.data.collators import IGNORE, MaskingCollator, MaskRates
+from common.data.flags import DataFlags
+from common.data.training_data import held_out_batches
+from common.distributed.world import World
+from common.files.hashing import GAMMA, hash_counters, mix
+from common.training.protein_losses import hash_of_questions
+
+SAMPLE = 200_000  # proteins, from all over the training split, that baselines are fitted on
+RUN = 1000  # consecutive proteins that are read together
+
+
+def sampled(store: Any):
+    """Blocks (ids uint8 [T], offsets int64 [n + 1]) of at most `SAMPLE` proteins of a store.
+
+    Runs of consecutive records: single ones all over a large store would each be a read of the file system.
+    """
+    starts = np.arange(0, len(store), RUN)
+    if len(store) > SAMPLE:
+        starts = np.linspace(0, len(store) - RUN, SAMPLE // RUN).astype(np.int64)
+    for start in starts:
+        block = np.arange(start, min(start + RUN, len(store)))
+        yield store.gather(block, np.zeros_like(block), store.lengths(block))
+
+
+def residue_frequencies(store: Any, tokens: TokenSet) -> np.ndarray:
+    """Relative frequencies of the tokens, float64 [vocab_size]; about zero for those that are never masked.
+
+    One is added to every count, so that a residue absent from training has a finite loss.
+    """
+    counts = np.zeros(tokens.vocab_size)
+    for ids, _ in sampled(store):
+        counts += np.bincount(ids, minlength=tokens.vocab_size)
+    residues = slice(tokens.residues[0], tokens.residues[1] + 1)
+    frequencies = np.full_like(counts, 1e-300)
+    frequencies[residues] = (counts[residues] + 1) / (counts[residues] + 1).sum()
+    return frequencies
+
+
+def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> np.ndarray:
+    """Logarithms of P(true residue x | shown token s), float64 [vocab_size of s, vocab_size of x].
+
+    Of the residues asked, a part m is shown as `<mask>`, a part r as one of R replacements at random, and the rest,
+    k = 1 - m - r, as itself. With the frequencies f, Bayes' rule gives the prediction of least expected loss among
+    those that see only s:
+
+        P(x | <mask>) = f(x)
+        P(x | s) = f(x) (k [x = s] + r/R [s is a replacement]) / (k f(s) + r/R [s is a replacement])
+    """
+    kept, replaced = max(0.0, 1 - rates.mask_replace_prob - rates.random_replace_prob), rates.random_replace_prob
+    vocabulary = len(frequencies)
+    each = np.zeros(vocabulary)
+    each[list(tokens.replacements)] = replaced / len(tokens.replacements)
+    joint = frequencies[None] * (kept * np.eye(vocabulary) + each[:, None])
+    total = joint.sum(1, keepdims=True)
+    shown = np.where(total > 0, joint / np.where(total > 0, total, 1), frequencies)
+    shown[tokens.mask] = frequencies
+    with np.errstate(divide="ignore"):  # of a residue that cannot be shown so
+        return np.log(shown)
+
+
+@dataclass(frozen=True)
+class BaselineLosses:
+    """Of a held-out split. results: by name; unigram: float64 [n], nats over the hidden residues of each protein;
+    questions: as of `ProteinLosses`."""
+
+    results: dict[str, float]
+    unigram: np.ndarray
+    questions: str
+
+
+class Baselines:
+    """Fitted on training proteins: a store, from which they are sampled."""
+
+    def __init__(self, store: Any, tokens: TokenSet):
+        self.tokens = tokens
+        self.frequencies = residue_frequencies(store, tokens)
+
+    @cached_property
+    def log_frequencies(self) -> np.ndarray:
+        """float64 [vocab_size]"""
+        return np.log(self.frequencies)
+
+    def losses(
+        self, store: Any, flags: DataFlags, collator: MaskingCollator, world: World, prefix: str = "eval"
+    ) -> BaselineLosses:
+        """Their losses on the proteins of a held-out store; all ranks together.
+
+        collator: of whole proteins, also where ranks share them: of such a group, the first rank computes.
+        """
+        table = given_shown(self.frequencies, self.tokens, collator.rates)
+        likeliest = table.argmax(1)
+        sums = np.zeros((2, 3))  # all and hidden residues x loss, correct, number
+        unigram, hashes = np.zeros(len(store)), np.zeros(len(store), np.int64)
+        with world.raise_together():
+            for batch in held_out_batches(flags, store, collator, world):
+                if world.mesh.cp_rank or not batch["num_tokens"]:
+                    continue
+                shown, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+                records, ends = batch["records"].numpy(), batch["cu_seqlens"].numpy()[1:]
+                hashes[records] = hashes_of(shown, labels, batch["cu_seqlens"].numpy()).view(np.int64)
+                asked = np.flatnonzero(labels != IGNORE)
+                shown, labels = shown[asked], labels[asked]
+                losses, hidden = -table[shown, labels], shown == self.tokens.mask
+                each = np.stack([losses, likeliest[shown] == labels, np.ones(len(asked))])
+                sums += np.stack([each.sum(1), each[:, hidden].sum(1)])
+                sequence = np.searchsorted(ends, asked[hidden], side="right")
+                unigram[records] = np.bincount(sequence, losses[hidden], minlength=len(records))
+        sums = world.sum(torch.from_numpy(sums).to(world.device)).cpu().numpy()
+        unigram = world.sum(torch.from_numpy(unigram).to(world.device)).cpu().numpy()
+        hashes = world.sum(torch.from_numpy(hashes).to(world.device)).cpu().numpy()
+        results = {}
+        for (loss, correct, number), of in zip(sums, ("", "_masked"), strict=True):
+            if number:
+                results |= {
+                    f"{prefix}_unigram_loss{of}": loss / number,
+                    f"{prefix}_unigram_accuracy{of}": correct / number,
+                    f"{prefix}_unigram_perplexity{of}": math.exp(loss / number),
+                }
+        return BaselineLosses(results, unigram, hash_of_questions(hashes.view(np.uint64)))
+
+
+def hashes_of(shown: np.ndarray, labels: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """uint64 [B] hashes of what is asked of the sequences of a pack: shown, labels int64 [T]; bounds [B + 1]."""
+    position = np.arange(len(shown)) - np.repeat(bounds[:-1], np.diff(bounds))
+    hashes = hash_counters(0, position) ^ (shown.astype(np.uint64) << np.uint64(32))
+    hashes = mix(hashes ^ ((labels + 1 - IGNORE).astype(np.uint64) * np.uint64(GAMMA)))
+    return np.add.reduceat(hashes, bounds[:-1])
