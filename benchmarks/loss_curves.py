@@ -148,7 +148,7 @@ def draw(panels: Mapping[str, Mapping[str, Tuned]], path: Path) -> None:
             axis.axhline(base.loss, color="black", linewidth=0.8, linestyle=":")
         if shortest:  # leave out the first quarter, which is steep
             axis.set_ylim(top=max(shortest))
-        axis.set(title=size, xlabel="tokens", ylabel="held-out loss, nats per masked residue")
+        axis.set(title=size, xlabel="tokens", ylabel="held-out loss, nats per hidden residue")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)
