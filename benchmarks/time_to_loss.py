@@ -34,11 +34,12 @@ from common.files.json_files import read_json, read_json_lines
 from common.flags import Missing, flag, parse_arguments
 from extras.prepare.clusters import DIRECTORY as CLUSTERS
 
-EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is that of the hidden
-residues: 15 % of the residues are selected, of which 80 % become <mask>. A loss is reached where the line between two evaluations first crosses it. Curves are noisy while the
-rate is high: "to stay there" is when a curve crosses AdamW's last loss for the last time, as a part of AdamW's tokens.
-AdamW's last loss is that of the same seed, and all comparisons are of the same seed: the same initial weights, batches
-and held-out questions."""
+EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is that of
+the hidden residues: 15 % of the residues are selected, and 80 % of those become <mask>. A loss is reached where the
+line between two evaluations first crosses it. Curves are noisy while the rate is high: "to stay there" is when a curve
+crosses AdamW's last loss for the last time, as a part of AdamW's tokens. AdamW's last loss is that of the same seed,
+and all comparisons are of the same seed: the same initial weights, batches and held-out questions. What the unigram
+predictor reaches on the same residues stands beside each table."""
 
 FINALISTS = 1  # settings of a recipe that are run on all seeds
 
@@ -243,6 +244,12 @@ def check_dataset(args: Arguments) -> None:
         raise UserError(f"{args.output_dir}: has runs of different datasets: take one --output_dir for each")
 
 
+def unigram_loss(args: Arguments, size: str, plan: Plan) -> float | None:
+    """Of the unigram predictor on the hidden residues, which are those of every run; None before the first."""
+    runs = (each for recipe in plan.recipes for each in settings_on(plan.seeds[0], size, plan, recipe))
+    return next((saved["unigram"] for each in runs if (saved := each.saved(args))), None)
+
+
 def settings_table(args: Arguments, size: str, plan: Plan) -> list[str]:
     """Markdown: the last loss of every run."""
     lines = [f"| recipe | rate | warm-up | {' | '.join(f'seed {seed}' for seed in plan.seeds)} |"]
@@ -274,7 +281,10 @@ def report(args: Arguments) -> None:
     for size, plan in args.plans.items():
         recipes = {name: best for name in plan.recipes if (best := tuned(args, size, plan, name)) is not None}
         sections += [f"## {size}: {plan.title}", ""]
-        sections += [f"{plan.steps} steps of {plan.tokens_per_step:,} tokens, {plan.evaluations} evaluations.", ""]
+        steps = f"{plan.steps} steps of {plan.tokens_per_step:,} tokens, {plan.evaluations} evaluations."
+        if (unigram := unigram_loss(args, size, plan)) is not None:
+            steps += f" The unigram predictor has {unigram:.4f} nats."
+        sections += [steps, ""]
         if recipes:
             panels[size] = recipes
             sections += [*table(recipes, plan.losses), "", verdict(recipes, plan.goal, len(plan.seeds)), ""]
