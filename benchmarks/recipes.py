@@ -29,7 +29,7 @@ def recipes(adamw: Sequence[float], muon: Sequence[float]) -> dict[str, Recipe]:
     """
     by_muon, decay = {"optim": "muon"}, {"weight_decay": 0.1}
     hidden = {"mask_replace_prob": 1.0, "random_replace_prob": 0.0}
-    plain, best = Recipe({}, adamw[1:4]), Recipe(by_muon, muon)
+    plain, best = Recipe({}, adamw), Recipe(by_muon, muon)
     found = {"adamw": Recipe({}, adamw, (0.05, 0.15)), "muon": best}
     for percent in (15, 25, 40):
         masks = {"mlm_probability": percent / 100}
@@ -81,10 +81,10 @@ SMALL_PLAN = Plan(
     ON_CPU | {"config_name": MODEL_8M, "config_overrides": SMALL, "tokens_per_pack": 2048, "max_seq_length": 256},
     tokens_per_step=2048,
     tokens=0.49e6,
-    recipes=recipes((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (1e-3, 2e-3, 4e-3)),
+    recipes=recipes((5e-4, 1e-3, 2e-3), (1e-3, 2e-3, 4e-3)),
     losses=(2.85, 2.80),
     goal=0.65,
-    evaluations=16,
+    evaluations=12,
 )
 CPU_PLANS = {
     "1M": SMALL_PLAN,
@@ -96,10 +96,10 @@ CPU_PLANS = {
         ON_CPU | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512, "max_eval_samples": 200},
         tokens_per_step=4096,
         tokens=0.49e6,
-        recipes=recipes((1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3), (5e-4, 1e-3, 2e-3)),
+        recipes=recipes((1.25e-4, 2.5e-4, 5e-4), (5e-4, 1e-3, 2e-3)),
         losses=(2.85, 2.80),
         goal=0.65,
-        evaluations=8,
+        evaluations=6,
     ),
 }
 # nanoprot's settings: 12 tokens a parameter, crops of 512, 524,288 tokens a step, masks of 15 %, 80/10/10.

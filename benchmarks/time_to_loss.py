@@ -34,8 +34,8 @@ from common.files.json_files import read_json, read_json_lines
 from common.flags import Missing, flag, parse_arguments
 from extras.prepare.clusters import DIRECTORY as CLUSTERS
 
-EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is that of
-the hidden residues: 15 % of the residues are selected, and 80 % of those become <mask>. A loss is reached where the
+EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is that
+of the hidden residues: 15 % of the residues are selected, and 80 % of those become <mask>. A loss is reached where the
 line between two evaluations first crosses it. Curves are noisy while the rate is high: "to stay there" is when a curve
 crosses AdamW's last loss for the last time, as a part of AdamW's tokens. AdamW's last loss is that of the same seed,
 and all comparisons are of the same seed: the same initial weights, batches and held-out questions. What the unigram

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
-from common.training.run_logger import BASELINES, METRICS, PlotLabels, held_out_key, read_run_info, verdict
+from common.training.run_logger import BASELINES, METRICS, PlotLabels, held_out_key, read_run_info, verdicts
 from extras.curves import draw_curves, read_results
 
 NAMES = {"unigram": "unigram predictor", "neighbours": "neighbour predictor"}
@@ -59,7 +59,7 @@ def main() -> None:
     if any(held_out_key([row]) in row for row in (results, *rows)):
         print(held_out_table(output_dir))
         print()
-    if line := verdict(results):
+    for line in verdicts(results):
         print(f"{line}\n")
     if "train_tokens_per_second" in results:
         print(f"speed   {results['train_tokens_per_second']:,.0f} tokens/s, without padding")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,12 @@ from common.flags import Flags, Missing, flag, with_flags
 if TYPE_CHECKING:  # the scripts that prepare data read --max_record_length, and need no torch
     import torch
 
+NAMED = re.compile(r"[A-Za-z]\w*=")  # of a held-out set
+# First words of an evaluation's results, which the name of a held-out set may not be.
+RESULTS = {
+    *("accuracy", "below", "clusters", "contacts", "kept", "loss", "masked", "mutations", "neighbours", "perplexity"),
+    *("probe", "random", "runtime", "samples", "selected", "steps", "test", "tokens", "train", "unigram"),
+}
 MAX_RECORD_LENGTH = 1 << 30  # Arrow counts the bytes of a block in 32 bits
 
 
@@ -157,8 +164,10 @@ class DataFlags(SourceFlags):
         "eval_mask_replace_prob",
     )
 
-    eval_dataset: str | None = flag(
-        None, "Proteins to evaluate on (as --dataset), in place of the validation split of --dataset_dir or --dataset."
+    eval_dataset: list[str] | None = flag(
+        None,
+        "Proteins to evaluate on (as --dataset, or what step 1 wrote), in place of the validation split of "
+        "--dataset_dir or --dataset. NAME=PROTEINS: beside it, with results eval_NAME_...; several may be given.",
     )
     sample_clusters: bool = flag(
         False,
@@ -198,6 +207,20 @@ class DataFlags(SourceFlags):
     }
 
     @property
+    def eval_sets(self) -> dict[str, str]:
+        """{name: proteins} of --eval_dataset; "validation" for those without a name. UserError for two of a name, and
+        for names that results have."""
+        found: dict[str, str] = {}
+        for text in self.eval_dataset or ():
+            name, path = text.split("=", 1) if NAMED.match(text) else ("validation", text)
+            if name in found:
+                raise UserError(f"--eval_dataset {text}: a second {name}: give each a name, as own=own.fasta")
+            if name != "validation" and name.split("_")[0] in RESULTS:
+                raise UserError(f"--eval_dataset {text}: {name} is the name of a result: choose another")
+            found[name] = path
+        return found
+
+    @property
     def packing(self) -> bool:
         return not self.pad_to_max_length if self.sequence_packing is None else self.sequence_packing
 
@@ -228,6 +251,7 @@ class DataFlags(SourceFlags):
             yield Missing("--dataset_dir", what, "processed/arrow")
 
     def check(self) -> None:
+        _ = self.eval_sets
         if self.dataset and self.sample_clusters:
             raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table or --cluster")
         if self.dataset and self.max_train_samples:

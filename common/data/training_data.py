@@ -50,7 +50,7 @@ class TrainingData(Protocol):
         """The packs of the run, `packs_per_step` a step."""
 
     def held_out(self, split: str) -> Store | None:
-        """The store of "validation" or "test"; None if the split is absent or empty."""
+        """The store of "validation", "test" or a set of --eval_dataset; None if it is absent or empty."""
 
     def epochs(self, sequences: int) -> float:
         """Epochs after this many sequences, of all ranks and since the run began."""
@@ -94,13 +94,11 @@ class PlannedData:
 class PreparedData(PlannedData):
     """The splits of a --dataset_dir.
 
-    validation: opens the proteins of --eval_dataset, which replace the validation split.
+    read: opens the proteins of a set of --eval_dataset.
     """
 
-    def __init__(
-        self, flags: DataFlags, tokens: TokenSet, validation: Callable[[], ProteinStore | None] | None = None
-    ):
-        self.flags, self.tokens, self._validation = flags, tokens, validation
+    def __init__(self, flags: DataFlags, tokens: TokenSet, read: Callable[[str], ProteinStore | None] | None = None):
+        self.flags, self.tokens, self._read = flags, tokens, read
         assert flags.dataset_dir is not None  # the flags say so, without --dataset
         self.directory = Path(flags.dataset_dir)
         self.store = open_split(self.directory, "train", tokens, flags.max_train_samples)
@@ -129,8 +127,8 @@ class PreparedData(PlannedData):
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
 
     def held_out(self, split: str) -> ProteinStore | None:
-        if split == "validation" and self._validation:
-            return self._validation()
+        if split in self.flags.eval_sets and self._read:
+            return self._read(split)
         if not (self.directory / split).is_dir():
             return None
         try:
@@ -142,9 +140,8 @@ class PreparedData(PlannedData):
 
     def check_validation(self) -> None:
         """UserError unless there are proteins to evaluate on."""
-        if self._validation:
-            if self.held_out("validation") is None:
-                raise UserError(f"--eval_dataset {self.flags.eval_dataset}: no protein in it")
+        if self.flags.eval_sets:
+            check_eval_sets(self, self.flags)
         elif not (self.directory / "validation").is_dir():
             raise UserError(
                 f"{self.directory}: no validation split to evaluate on: give --eval_dataset, or drop --do_eval"
@@ -154,6 +151,13 @@ class PreparedData(PlannedData):
 
     def sample(self) -> TokenStore:
         return self.store
+
+
+def check_eval_sets(data: ProteinData, flags: DataFlags) -> None:
+    """UserError unless each set of --eval_dataset has a protein."""
+    for name, proteins in flags.eval_sets.items():
+        if data.held_out(name) is None:
+            raise UserError(f"--eval_dataset {proteins}: no protein in it")
 
 
 Makers = dict[str, Callable[[], Path]]  # built-in names of --dataset, and what writes their files

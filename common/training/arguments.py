@@ -19,6 +19,7 @@ from common.flags import Flags, Missing, flag
 from common.models.layers.backend import BackendFlags
 from common.models.registry import Family
 from common.precision.plan import PrecisionFlags
+from common.training.best import BestFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.optim import OptimizerFlags
 from common.training.run_logger import LogFlags
@@ -138,6 +139,7 @@ class RunArguments(Flags, ABC):
     dry_run: DryRunFlags = field(default_factory=DryRunFlags)
     find: LearningRateFlags = field(default_factory=LearningRateFlags)
     downstream: DownstreamFlags = field(default_factory=DownstreamFlags)
+    best: BestFlags = field(default_factory=BestFlags)
     strategy: StrategyFlags = field(default_factory=StrategyFlags)
 
     task: str = flag(
@@ -201,6 +203,8 @@ class RunArguments(Flags, ABC):
             yield Missing("--cp_size", "--cp_layout and --pad_sequences_to_be_divisible_by go with it", "2")
         if (self.eval_steps or self.eval_on_start) and not self.do_eval:
             yield Missing("--do_eval", "--eval_steps and --eval_on_start need it")
+        if self.best.given and not self.eval_steps:
+            yield Missing("--eval_steps", f"{self.best.given} compares evaluations", "100")
         if self.downstream.given and not self.do_eval:
             yield Missing("--do_eval", f"{self.downstream.given[0]} needs it")
         yield from self.strategy.missing_in(self)

@@ -63,7 +63,7 @@ class CheckpointFlags(Flags):
     )
     save_steps: float = flag(500, "Steps between checkpoints (below 1: a fraction of the run).")
     save_minutes: float | None = flag(None, "Save also when so many minutes have passed since the last checkpoint.")
-    save_total_limit: int = flag(3, "Keep the newest N checkpoints; 0: all of them.")
+    save_total_limit: int = flag(3, "Keep the newest N checkpoints, and the best (--load_best_model_at_end); 0: all.")
     async_save: bool = flag(True, "Write checkpoints in the background.")
     save_hf: bool = flag(False, "Each checkpoint also holds model.safetensors, for transformers' from_pretrained.")
     resume_from_checkpoint: str | None = flag(
@@ -235,7 +235,7 @@ class Checkpointer:
         (self.output_dir / files.SAVED).touch()
         sync_directory(self.output_dir)
         if self.flags.save_total_limit:
-            files.prune(self.output_dir, step, self.flags.save_total_limit)
+            files.prune(self.output_dir, step, self.flags.save_total_limit, trainer_state.get("best_global_step"))
         logger.info("Saved %s", final)
 
     def _write_manifest(self, step: int, partial: Path, checksums: dict) -> None:

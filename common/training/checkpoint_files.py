@@ -152,11 +152,12 @@ def remove(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def prune(output_dir: Path, step: int, keep: int) -> None:
-    """Keep the newest `keep` of the checkpoints up to `step`, which was just saved."""
-    up_to = [path for number, path in list_checkpoints(output_dir) if number <= step]
-    for path in up_to[max(keep, 1) :]:
-        remove(path)
+def prune(output_dir: Path, step: int, keep: int, best: int | None = None) -> None:
+    """Keep the newest `keep` of the checkpoints up to `step`, which was just saved, and that of step `best`."""
+    up_to = [(number, path) for number, path in list_checkpoints(output_dir) if number <= step]
+    for number, path in up_to[max(keep, 1) :]:
+        if number != best:
+            remove(path)
 
 
 def set_aside_beyond(output_dir: Path, step: int) -> None:

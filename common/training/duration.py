@@ -40,7 +40,7 @@ class Duration:
         which decides for all."""
         if not self.minutes:
             return False
-        needed = 2 * self.results.get("eval_runtime", 0.0)
+        needed = 2 * sum(value for key, value in self.results.items() if key.endswith("_runtime"))
         return time.monotonic() - self.began + needed >= 60 * self.minutes
 
     def ended(self, plan: RunPlan, step: int) -> RunPlan:

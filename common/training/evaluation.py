@@ -48,9 +48,8 @@ class Evaluator:
 
     def __init__(self, task: Task, strategy: Strategy):
         self.task, self.strategy = task, strategy
-        self._last: dict[tuple[str, int], dict] = {}  # {(split, step): results} of the last evaluation
+        self._last: dict[str, tuple[int, Evaluation]] = {}  # {split: step, what its last evaluation found}
         self.results: dict[str, Any] = {}
-        self.losses: ProteinLosses | None = None  # of the last evaluation of a held-out split
         self._downstream = None
         self._last_downstream: dict[int, dict] = {}  # {step: results}
         if task.flags.downstream.given:
@@ -64,31 +63,41 @@ class Evaluator:
             absent = self.task.data.held_out(split) is None
         return not absent
 
-    def evaluate(self, step: int, split: str = "validation", prefix: str = "eval", downstream: bool = False) -> dict:
-        """Results of a held-out split after `step` steps; {} if the run was stopped meanwhile (on all ranks).
+    def evaluate(self, step: int, downstream: bool = False) -> dict[str, Any]:
+        """Results of all held-out sets after `step` steps; {} if the run was stopped meanwhile (on all ranks).
 
         downstream: with those of what else the flags ask of the model.
         """
-        results = self._held_out(step, split, prefix)
-        if results and downstream:
-            results = results | self.downstream(step)
+        results: dict[str, Any] = {}
+        for split, prefix in self.task.held_out.items():
+            if not (of_split := self.evaluate_split(step, split, prefix).results):
+                return {}
+            results |= of_split
+        if downstream:
+            results |= self.downstream(step)
         self.results |= results
         return results
 
-    def _held_out(self, step: int, split: str, prefix: str) -> dict:
-        if (split, step) in self._last:  # the last step's evaluation is also the one at the end of the run
-            return self._last[split, step]
-        is_logged = split == "validation"  # of the test split only the results at the end
+    def evaluate_split(self, step: int, split: str, prefix: str) -> Evaluation:
+        if split in self._last and self._last[split][0] == step:
+            return self._last[split][1]  # the last step's evaluation is also the one at the end of the run
+        is_logged = split in self.task.held_out  # of the test split only the results at the end
         if is_logged:
-            logger.info("***** Running Evaluation *****")
-        results, losses = self.task.evaluate(self.strategy.evaluated, split, prefix, step)
+            logger.info("***** Running Evaluation *****%s", "" if prefix == "eval" else f" ({split})")
+        found = self.task.evaluate(self.strategy.evaluated, split, prefix, step)
         self.strategy.reshard()
         self.strategy.model.train()
-        if results:
-            self._last, self.losses = {(split, step): results}, losses
-        if is_logged and results:
-            logger.info(self.task.summary(results))
-        return results
+        if found.results:
+            self._last[split] = step, found
+            self.results |= found.results
+        if is_logged and found.results:
+            logger.info(self.task.summary(found.results, prefix))
+        return found
+
+    def losses(self) -> dict[str, ProteinLosses]:
+        """{prefix: of the last evaluation of each held-out set}, the test split's too; without text's."""
+        prefixes = self.task.held_out | {"test": "test"}
+        return {prefixes[split]: found.losses for split, (_, found) in self._last.items() if found.losses is not None}
 
     def downstream(self, step: int) -> dict[str, float]:
         """Results of what else the flags ask of the model after `step` steps (extras.downstream.in_loop); or {}."""

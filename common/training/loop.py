@@ -22,11 +22,13 @@ from common.distributed.world import World
 from common.flags import flat
 from common.models.layers.compiling import FirstStep
 from common.training.arguments import RunArguments
+from common.training.best import Best
 from common.training.checkpoint import Checkpointer, SaveSchedule
 from common.training.duration import Duration
 from common.training.evaluation import Evaluator
+from common.training.interval import Interval
 from common.training.optim import set_hyperparameters
-from common.training.progress import Interval, RunPlan, TrainerState, plan_run
+from common.training.progress import RunPlan, TrainerState, plan_run
 from common.training.registry import task_of
 from common.training.results import announce, export_model, run_info, training_results
 from common.training.resume import ResumePlan, plan_resume
@@ -84,6 +86,7 @@ class Run:
     task: Task
     stepper: Stepper
     evaluator: Evaluator
+    best: Best
     checkpointer: Checkpointer
     log: RunLogger
     monitor: Any  # extras.monitor.step_monitor.StepMonitor, which the core does not import
@@ -114,7 +117,7 @@ def set_up(
     task = task_of(args)(built, args, world)
     task.open(evaluates=args.do_eval)
     world.assert_same(task.data.identity)
-    evaluator = Evaluator(task, strategy)
+    evaluator, best = Evaluator(task, strategy), Best(args.best, task.compared)
     with world.raise_together():
         if directory and args.checkpoint.overwrite_output_dir and args.do_train:
             directory.overwrite()
@@ -145,15 +148,14 @@ def set_up(
     grad_scale = strategy.grad_scale(world.size)
     built.precision.attach_restored(grad_scale / (state.gradient_factor or grad_scale))
     strategy.sync_model_weights()
-    plan = plan_run(args, task.data, state, world)
+    plan = best.ended(plan_run(args, task.data, state, world), state)
     state.start(plan, built.implementation, task.data.identity, flat(args), grad_scale)
     announce(args, built, task.data, plan, state, world)
     first_row = plan.first_row(task.data, state) if args.do_train else None
     log.track(flat(args), first_row, anew=state.step == 0 and not resume.restarted)
     stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
-    return Run(
-        *(args, world, directory, strategy, built, task, stepper, evaluator, checkpointer, log, monitor, plan, state)
-    )
+    parts = args, world, directory, strategy, built, task, stepper, evaluator, best, checkpointer, log, monitor
+    return Run(*parts, plan, state)
 
 
 def train_steps(run: Run) -> Run:
@@ -209,7 +211,7 @@ def train_steps(run: Run) -> Run:
             limit.after_step(state.step, seconds)
             collect(state.step)
             interval.add_monitored(run.monitor.after_step(state.step, waited))
-            evaluates = plan.evaluates(state.step)
+            evaluates = plan.evaluates(state.step) or (args.best.load_best_model_at_end and run.done)
             if evaluates or state.step % args.log.logging_steps == 0 or state.step == 1 or run.done:
                 row = interval.row(state, plan.total_steps, lr, result, world, peak)
                 interval = Interval()
@@ -218,7 +220,10 @@ def train_steps(run: Run) -> Run:
                 elif not evaluate_and_log(run, row):
                     stopped = True
                     break
-            if saves.is_due(state.step, bool(state.skipped_lately), prefetcher.save_requested):
+                else:
+                    run = replace(run, plan=run.best.ended(run.plan, state))
+            is_best = args.best.load_best_model_at_end and state.best_global_step == state.step
+            if saves.is_due(state.step, bool(state.skipped_lately), prefetcher.save_requested or is_best):
                 interval.add_checkpoint(save(run, saves))
         save(run, saves)
         run.monitor.close(state.step)
@@ -257,6 +262,8 @@ def evaluate_and_log(run: Run, row: dict) -> bool:
         return False
     run.state.keep_row(None)
     run.log.row(row | results)
+    if run.best.observe(run.state, results):
+        run.log.losses(run.evaluator.losses(), run.state.step, best=True)
     return True
 
 
@@ -280,19 +287,31 @@ def end(run: Run) -> None:
     if args.do_train:
         results = training_results(state, run.built.implementation, task.data.num_examples)
         log.results("train", state.step, results, of_training=True)
+    is_complete = args.do_train and (task.data.finished(state.step, state.position) or run.best.ends(state))
+    if args.best.load_best_model_at_end:
+        state = run.best.load(state, run.checkpointer, run.strategy, run.built)
     if args.do_eval:
         logger.info("*** Evaluate ***")
-        for split, prefix in (("validation", "eval"), ("test", "test")):
-            if not run.evaluator.has(split):
-                continue
-            results = run.evaluator.evaluate(state.step, split, prefix, downstream=split == "validation")
-            if not results:
-                raise Preempted
-            log.results(prefix, state.step, {"epoch": state.epoch} | results, of_training=args.do_train)
+        evaluate_last(run, state)
     if args.do_train:
-        log.trainer_state(asdict(state))
-    is_complete = args.do_train and task.data.finished(state.step, state.position)
+        log.trainer_state(asdict(run.state))
     if is_complete if args.save_final_model is None else args.save_final_model:
         export_model(task, state, world, run.strategy.full_tensor, run.evaluator.fitted(), run.evaluator.results)
     if args.do_train:
         log.draw_last()
+
+
+def evaluate_last(run: Run, state: TrainerState) -> None:
+    """Evaluate on all held-out sets and the test split, and write the results. state: of the model."""
+    evaluator, about = run.evaluator, {"epoch": state.epoch}
+    if run.args.best.load_best_model_at_end:
+        about |= {"best_global_step": state.step}
+    if all(map(evaluator.has, run.task.held_out)):
+        if not (results := evaluator.evaluate(state.step, downstream=True)):
+            raise Preempted
+        run.log.results("eval", state.step, about | results, of_training=run.args.do_train)
+    if evaluator.has("test"):
+        if not (results := evaluator.evaluate_split(state.step, "test", "test").results):
+            raise Preempted
+        run.log.results("test", state.step, about | results, of_training=run.args.do_train)
+    run.log.losses(evaluator.losses(), state.step)

@@ -85,6 +85,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
     """Masked language modelling of proteins."""
 
     labels = PlotLabels()
+    metrics = ("loss_masked", "loss", "loss_kept", "loss_random", "accuracy_masked", "accuracy", "perplexity_masked")
 
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
         super().__init__(built, flags, world)
@@ -96,6 +97,10 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         self.data = open_data(
             self.flags.data, self.family.tokens, self.world, evaluates, {"sample": self._make_sample}
         )
+        named = {name: f"eval_{name}" for name in self.flags.data.eval_sets if name != "validation"}
+        with self.world.raise_together():
+            own = {} if named and self.data.held_out("validation") is None else self.held_out
+        self.held_out = own | named
 
     def _make_sample(self) -> Path:
         """Generate proteins for --dataset sample."""
@@ -143,15 +148,14 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         return self._of_split[split]
 
     @staticmethod
-    def summary(results: dict) -> str:
-        if "eval_loss_masked" not in results:
-            return f"No hidden residue in {results['eval_samples']} held-out proteins: no loss"
+    def summary(results: dict, prefix: str = "eval") -> str:
+        if f"{prefix}_loss_masked" not in results:
+            return f"No hidden residue in {results[f'{prefix}_samples']} held-out proteins: no loss"
         return (
-            f"Held-out loss {results['eval_loss_masked']:.4f} of {results['eval_masked_tokens']} hidden residues "
-            f"(residue frequencies alone: {results['eval_unigram_loss_masked']:.4f}), perplexity "
-            f"{results['eval_perplexity_masked']:.3f}, accuracy {results['eval_accuracy_masked']:.4f}; loss of all "
-            f"{results['eval_selected_tokens']} selected ones {results['eval_loss']:.4f}"
-        )
+            "Held-out loss {loss_masked:.4f} of {masked_tokens} hidden residues (residue frequencies alone: "
+            "{unigram_loss_masked:.4f}), perplexity {perplexity_masked:.3f}, accuracy {accuracy_masked:.4f}; of all "
+            "{selected_tokens} selected ones {loss:.4f}"
+        ).format(**{name.removeprefix(f"{prefix}_"): value for name, value in results.items()})
 
     def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
         return step_line(row)

@@ -1,4 +1,4 @@
-"""How far a run is: the trainer state in a checkpoint, the steps that flags and data resolve to, rows of metrics."""
+"""How far a run is: the trainer state in a checkpoint, and the steps that flags and data resolve to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from common.distributed.world import World
 from common.files.json_files import LARGEST_INT, check_type, shorten
 from common.models.layers.backend import KEPT
 from common.training.arguments import RunArguments
-from common.training.run_logger import peak_memory_gb
 from common.training.schedule import default_warmup_steps, earlier_warmup_steps
 
 logger = logging.getLogger(__name__)
@@ -127,6 +126,9 @@ class TrainerState:
     steps_without_target: int = 0
     skipped_steps: int = 0  # steps with a loss or gradient norm that is not finite; counted in `step`
     skipped_lately: list[str] = field(default_factory=list)  # messages of the steps skipped in a row up to now
+    best_metric: float | None = None  # of the best evaluation (common.training.best), and its step
+    best_global_step: int | None = None
+    evaluations_without_gain: int = 0  # in a row
     seconds: float = 0.0  # spent in steps, over all restarts
     gradient_factor: int | None = None  # Strategy.grad_scale of the run that wrote this
     unfinished_row: dict | None = None  # of metrics.jsonl, if a signal interrupted its evaluation
@@ -336,72 +338,3 @@ def _in_steps(every: float | None, total: int) -> int:
     if every is None:
         return 0
     return max(1, int(every * total)) if every < 1 else int(every)
-
-
-@dataclass
-class Interval:
-    """Sums since the last row of metrics.jsonl, or since this start of the run."""
-
-    tokens: int = 0
-    computed: int = 0  # tokens that the layers ran on, padding included
-    flops: float = 0.0
-    seconds: float = 0.0
-    waited: float = 0.0
-    forward_backward: float = 0.0
-    optimizer: float = 0.0
-    checkpoints: float = 0.0  # seconds that saving blocked training
-    steps: int = 0
-    last_targets: int = 0  # of the last step
-    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks (extras/monitor/step_monitor.py)
-
-    def add(self, counts: StepCounts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
-        self.tokens += counts.num_tokens
-        self.computed += counts.num_computed
-        self.flops += flops
-        self.seconds += seconds
-        self.waited += waited
-        self.forward_backward += result.forward_backward
-        self.optimizer += result.optimizer
-        self.steps += 1
-        self.last_targets = counts.num_targets
-
-    def add_monitored(self, ranks: dict) -> None:
-        self.ranks |= ranks
-
-    def add_checkpoint(self, seconds: float) -> None:
-        self.checkpoints += seconds
-
-    def row(
-        self, state: TrainerState, total_steps: int, lr: float, result: StepResult, world: World, peak: float | None
-    ) -> dict:
-        """The row of metrics.jsonl after the last step, without `step_loss` and `grad_norm` if that was skipped, and
-        without `step_loss` if it had no target.
-
-        peak: FLOP/s of the device, None if unknown.
-        """
-        has_loss = not result.skipped and self.last_targets > 0
-        seconds = max(self.seconds, 1e-9)
-        flops = self.flops / seconds / world.size
-        row = {
-            "step": state.step,
-            "total_steps": max(total_steps, state.step),
-            "epoch": state.epoch,
-            **state.pop_row_loss(),
-            **({"step_loss": result.loss} if has_loss else {}),
-            **({} if result.skipped else {"grad_norm": result.grad_norm}),
-            "learning_rate": lr,
-            "tokens": state.tokens,
-            "unknown_characters": state.unknown,
-            "tokens_per_second": self.tokens / seconds,
-            "tokens_per_second_per_gpu": self.computed / seconds / world.size,
-            "unpadded_tokens_per_second_per_gpu": self.tokens / seconds / world.size,
-            "step_seconds": seconds / self.steps,
-            "data_wait_seconds": self.waited / self.steps,
-            "forward_backward_seconds": self.forward_backward / self.steps,
-            "optimizer_seconds": self.optimizer / self.steps,
-            "checkpoint_seconds": self.checkpoints,
-            "skipped_steps": state.skipped_steps,
-            "tflops_per_device": flops / 1e12,
-            "peak_memory_gb": peak_memory_gb(world.device),
-        }
-        return row | self.ranks | ({"mfu": flops / peak} if peak else {})

@@ -96,9 +96,15 @@ def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan
         return ResumePlan(restarted=restarted)
     with world.raise_together():
         model, _ = read_manifest(checkpoint)
-        saved = read_listed(checkpoint, TRAINER_STATE)
-        state = TrainerState.read(saved, f"{output_dir}: the checkpoint's {TRAINER_STATE}")
+        state = read_state(checkpoint)
     return ResumePlan(checkpoint, model, state, restarted)
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """Of a checkpoint. UserError for a state that is refused."""
+    return TrainerState.read(
+        read_listed(checkpoint, TRAINER_STATE), f"{checkpoint.parent}: the checkpoint's {TRAINER_STATE}"
+    )
 
 
 def requested_checkpoint(flag: str | None, output_dir: Path, restarted: bool) -> bool | Path:

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import World
 from common.files.json_files import JsonLinesLog, read_json_lines, write_json
 from common.flags import Flags, flag
+from common.training.protein_losses import ProteinLosses, write_losses
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +114,19 @@ def verdict(results: dict, prefix: str = "eval") -> str:
         return ""
     units = f"{results[f'{prefix}_clusters']:,} clusters" if f"{prefix}_clusters" in results else "proteins"
     texts = ", and ".join(text for _, text in compared)
-    line = f"Verdict: the model predicts hidden residues {texts} (± over {units})"
+    of_set = "" if prefix == "eval" else f" on {prefix.removeprefix('eval_')}"
+    line = f"Verdict{of_set}: the model predicts hidden residues {texts} (± over {units})"
     if all(how == "better than" for how, _ in compared):
         return line
     learnt = " has learnt composition, not context:" if compared[0][0] == "better than" else ""
     return f"{line}:{learnt} train longer, look for a rate with --find_learning_rate, or look at the data"
+
+
+def verdicts(results: dict) -> list[str]:
+    """Those of all held-out sets, without the test split."""
+    ending = "_below_unigram_masked"
+    prefixes = [key.removesuffix(ending) for key in results if key.startswith("eval") and key.endswith(ending)]
+    return [line for prefix in prefixes if (line := verdict(results, prefix))]
 
 
 def held_out_key(rows: Iterable[dict]) -> str:
@@ -362,8 +371,15 @@ class RunLogger:
                 write_results(self.output_dir, split, results)
                 self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in seen})
                 print(format_block(split, results), flush=True)
-                if split == "eval" and (line := verdict(results)):
-                    logger.info(line)
+                if split == "eval":
+                    for line in verdicts(results):
+                        logger.info("%s", line)
+
+    def losses(self, losses: Mapping[str, ProteinLosses], step: int, best: bool = False) -> None:
+        """Write those of the proteins of each held-out set, after `step` steps; all ranks together."""
+        with self.world.on_main_rank() as is_main:
+            for prefix, each in losses.items() if is_main else ():
+                write_losses(self.output_dir / f"{prefix}_losses{'_best' * best}.parquet", each, step)
 
     def trainer_state(self, state: dict) -> None:
         """Write trainer_state.json, with the rows of metrics.jsonl; all ranks together."""

@@ -84,16 +84,27 @@ Build = Callable[[RunArguments, World, dict[str, str]], tuple[Strategy, BuiltMod
 
 
 class Task(ABC, Generic[Arguments, Data]):
-    """What a run trains on, counts, evaluates and exports. `open` sets `data`."""
+    """What a run trains on, counts, evaluates and exports. `open` sets `data`.
+
+    held_out: {held-out set that is evaluated while training: prefix of its results}.
+    """
 
     labels: PlotLabels
     data: Data
+    metrics: tuple[str, ...]  # results of a held-out set that models may be compared by, the first by default
     tokenizer: Any = None  # of text
     terminal_every: int = 1  # steps between lines at a terminal, of those that --logging_steps logs
 
     def __init__(self, built: BuiltModel, flags: Arguments, world: World):
         self.built, self.flags, self.world = built, flags, world
         self.family = flags.family
+        self.held_out = {"validation": "eval"}
+
+    @property
+    def compared(self) -> list[str]:
+        """Results of an evaluation that models may be compared by, the first by default."""
+        of_sets = [f"{prefix}_{name}" for prefix in self.held_out.values() for name in self.metrics]
+        return [*of_sets, *["perplexity" for prefix in self.held_out.values() if prefix == "eval"]]
 
     @abstractmethod
     def open(self, evaluates: bool) -> None:
@@ -144,8 +155,8 @@ class Task(ABC, Generic[Arguments, Data]):
 
     @staticmethod
     @abstractmethod
-    def summary(results: dict) -> str:
-        """The validation split's results in a line."""
+    def summary(results: dict, prefix: str) -> str:
+        """A split's results in a line."""
 
     @abstractmethod
     def line(self, row: dict, packs_per_step: PacksPerStep) -> str:

@@ -34,6 +34,7 @@ GUIDE_LINE_KEYS = ("loss", "step_loss", "learning_rate")
 class CausalLM(Task[CausalArguments, TextData]):
     """Causal language modelling of text."""
 
+    metrics = ("loss", "accuracy")
     terminal_every = 10  # the guides' default is to log every step
     labels = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text", training="training")
 
@@ -88,7 +89,7 @@ class CausalLM(Task[CausalArguments, TextData]):
         return held_out_results(model, made, self.world, prefix, step, bf16, "tokens", sequences=sequences)
 
     @staticmethod
-    def summary(results: dict) -> str:
+    def summary(results: dict, prefix: str = "eval") -> str:
         if "eval_loss" not in results:
             return f"Nothing to predict in {results['eval_samples']} held-out sequences: no loss"
         return (

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,10 @@ from common.cli import UserError
 from common.data import TokenSet
 from common.data.alphabet import Alphabet
 from common.data.flags import DataFlags, StepFlags
-from common.data.loader import Order
+from common.data.loader import Order, ProteinStore
 from common.data.packs_per_step import PacksPerStep
-from common.data.training_data import Makers, PreparedData, ProteinData
+from common.data.token_store import open_split
+from common.data.training_data import Makers, PreparedData, ProteinData, check_eval_sets
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.dataset import (
@@ -105,14 +105,19 @@ class MemoryStore:
 
 
 class HeldOutFiles:
-    """The files of each split; the first proteins of a split are read into memory once."""
+    """The files of each split; the first proteins of a split are read into memory once. Of the sets that step 1 has
+    prepared, the stores of their splits."""
 
-    def __init__(self, splits: dict[str, tuple[File, ...]], max_records: int | None, alphabet: Alphabet):
-        self.splits, self.max_records, self.alphabet = splits, max_records or HELD_OUT_RECORDS, alphabet
-        self._stores: dict[str, MemoryStore | None] = {}
+    def __init__(self, splits: dict[str, tuple[File, ...]], flags: DataFlags, alphabet: Alphabet):
+        self.splits, self.alphabet = splits, alphabet
+        self.given, self.max_records = flags.max_eval_samples, flags.max_eval_samples or HELD_OUT_RECORDS
+        self.prepared = {name: split for name, path in flags.eval_sets.items() if (split := prepared_split(path))}
+        self._stores: dict[str, ProteinStore | None] = {}
 
-    def read(self, split: str) -> MemoryStore | None:
+    def read(self, split: str) -> ProteinStore | None:
         """None if the split is absent or has no protein."""
+        if split in self.prepared:
+            return open_split(self.prepared[split].parent, self.prepared[split].name, self.alphabet, self.given)
         if split not in self._stores:
             files = self.splits.get(split)
             store = MemoryStore.read(files, self.max_records, alphabet=self.alphabet) if files else None
@@ -156,7 +161,7 @@ class StreamedProteins(StreamedData):
         self.source, self.records, self.alphabet = source, max(1, records), alphabet
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         self.identity = {"dataset": source.identity("train")} | self.packing
-        self._files = HeldOutFiles(source.splits, flags.max_eval_samples, alphabet)
+        self._files = HeldOutFiles(source.splits, flags, alphabet)
 
     def epochs(self, sequences: int) -> float:
         return sequences / self.records
@@ -171,14 +176,13 @@ class StreamedProteins(StreamedData):
         logger.info("Streaming %s: files or row groups: %d, streams: %d", *counts)
         return StreamedOrder(plan, packs_per_step)
 
-    def held_out(self, split: str) -> MemoryStore | None:
+    def held_out(self, split: str) -> ProteinStore | None:
         return self._files.read(split)
 
     def check_validation(self) -> None:
         """UserError unless there are proteins to evaluate on."""
-        if self.flags.eval_dataset:
-            if self.held_out("validation") is None:
-                raise UserError(f"--eval_dataset {self.flags.eval_dataset}: no protein in it")
+        if self.flags.eval_sets:
+            check_eval_sets(self, self.flags)
         elif "validation" not in self.source.splits:
             raise UserError(
                 f"--dataset {self.flags.dataset}: no validation files in it: give --eval_dataset, or drop --do_eval"
@@ -195,7 +199,7 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
     letters.
     """
     if not isinstance(tokens, Alphabet):
-        given = f"--dataset {flags.dataset}" if flags.dataset else f"--eval_dataset {flags.eval_dataset}"
+        given = f"--dataset {flags.dataset}" if flags.dataset else f"--eval_dataset {flags.eval_dataset[0]}"
         raise UserError(
             f"{given}: files are tokenised with ESM-2's alphabet or one that the family gives, and this one gives "
             "none: give --dataset_dir alone, tokenised with the model's own"
@@ -215,24 +219,25 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
         if flags.dataset:
             data = StreamedProteins(flags, source, records, tokens)
         else:
-            files = HeldOutFiles(source.splits, flags.max_eval_samples, tokens)
-            data = PreparedData(flags, tokens, partial(files.read, "validation"))
+            data = PreparedData(flags, tokens, HeldOutFiles(source.splits, flags, tokens).read)
         if evaluate:
             data.check_validation()
     return data
 
 
 def find_source(flags: DataFlags, makers: Makers | None = None) -> Source:
-    """The files of --dataset, if given, and of --eval_dataset as the validation split."""
+    """The files of --dataset, if given, and of each set of --eval_dataset as a split."""
     source, content = None, proteins(flags.max_record_length)
     if flags.dataset:
         source = _find_dataset(flags, makers or {}, content)
-    if flags.eval_dataset:
-        held_out = open_source(flags.eval_dataset, flags.streaming, "--eval_dataset", content).splits
+    for name, path in flags.eval_sets.items():
+        source = source or Source(path, {})
+        if prepared_split(path):
+            continue
+        held_out = open_source(path, flags.streaming, "--eval_dataset", content).splits
         files = held_out.get("validation") or held_out.get("test") or held_out["train"]
-        source = source or Source(flags.eval_dataset, {})
-        source = Source(source.name, source.splits | {"validation": files}, source.revision)
-    elif len(source.splits) > 1:
+        source = Source(source.name, source.splits | {name: files}, source.revision)
+    if "validation" not in flags.eval_sets and flags.dataset and len(source.splits) > len(flags.eval_sets) + 1:
         logger.info("--dataset %s: held out, by file name: %s", flags.dataset, held_out_files(source))
     # A file of the wrong kind is an error before anything is written.
     for files in source.splits.values():
@@ -240,6 +245,14 @@ def find_source(flags: DataFlags, makers: Makers | None = None) -> Source:
         if not flags.streaming:
             MemoryStore.read(files[:1], max_records=1)
     return source
+
+
+def prepared_split(path: str) -> Path | None:
+    """The split that step 1 wrote: the directory itself, or its validation split; None for anything else."""
+    for directory in (Path(path), Path(path) / "validation"):
+        if (directory / "dataset_info.json").is_file():
+            return directory
+    return None
 
 
 def _find_dataset(flags: DataFlags, makers: Makers, content: Content) -> Source:
