@@ -68,7 +68,12 @@ def flags_of(dataset_dir: Path | None, output_dir: Path, **flags) -> list[str]:
     """The command line of a run of the tiny model for 12 steps, each logged; `flags` add to it, None takes away."""
     model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
     chosen = {"dataset_dir": dataset_dir, "output_dir": output_dir} | model | DEFAULTS | flags
-    return [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+    words = [
+        [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+        for name, value in chosen.items()
+        if value is not None
+    ]
+    return [word for group in words for word in group]
 
 
 def arguments(dataset_dir: Path, **flags) -> TrainArguments:

@@ -211,7 +211,9 @@ def train_steps(run: Run) -> Run:
             limit.after_step(state.step, seconds)
             collect(state.step)
             interval.add_monitored(run.monitor.after_step(state.step, waited))
-            evaluates = plan.evaluates(state.step) or (args.best.load_best_model_at_end and run.done)
+            evaluates = plan.evaluates(state.step)
+            if args.best.load_best_model_at_end:  # the last step's model may be the best
+                evaluates = evaluates or task.data.finished(state.step, state.position)
             if evaluates or state.step % args.log.logging_steps == 0 or state.step == 1 or run.done:
                 row = interval.row(state, plan.total_steps, lr, result, world, peak)
                 interval = Interval()
