@@ -26,7 +26,7 @@ from common.cli import UserError, run
 from common.files.json_files import combined_hash, content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras import earlier_identity
-from extras.prepare.cluster_splits import cluster_records, publish_index, split_by_clusters
+from extras.prepare.cluster_splits import cluster_records, publish_indices, split_by_clusters
 from extras.prepare.dataset_writer import (
     TOKEN_FEATURES,
     DatasetWriter,
@@ -70,7 +70,7 @@ class Arguments(Flags):
     )
     line_by_line: bool = flag(True, "False: concatenate records and cut into chunks of --max_seq_length (or 1024)")
     cluster_table: str | None = flag(
-        None, "table of ur50_id, ur90_id (parquet, CSV, TSV): split by clusters, index them for training"
+        None, "table of ur50_id, ur90_id (parquet, CSV, TSV): split by clusters and index them"
     )
     cluster: float | None = flag(
         None, "cluster at this identity (0.5) with MMseqs2, which must be installed, and split as --cluster_table does"
@@ -240,7 +240,7 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     for split, chunker in zip(SPLITS, chunkers, strict=True):
         finish_split(build, split, [piece for of_file in pieces for piece in of_file[split]], chunker)
     if args.clustered:
-        publish_index(build, open_copies(build))
+        publish_indices(build, open_copies(build))
     write_dataset_dict(build.paths["arrow"], list(SPLITS))
 
     sizes = np.subtract(sizes, duplicates.left_out).tolist()

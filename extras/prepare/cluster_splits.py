@@ -1,4 +1,4 @@
-"""Step 1 with --cluster_table or --cluster: splits of whole clusters and the index of the training clusters.
+"""Step 1 with --cluster_table or --cluster: splits of whole clusters, and the index of each split's clusters.
 
 The table (UniRef50 cluster, UniRef90 member) is parquet, or CSV or TSV, plain or compressed. With a header, columns
 include `ur50_id` and `ur90_id`. Without one it has two columns, a UniRef50_... and a UniRef90_... name in each line.
@@ -28,7 +28,7 @@ from common.files.json_files import sync, sync_directory
 from extras.prepare.clusters import DIRECTORY
 from extras.prepare.output_directory import Build
 from extras.prepare.partitions import boot_id
-from extras.prepare.splits import SPLITS, Buckets, draw_splits, join, without_copies, write_index
+from extras.prepare.splits import SPLITS, Buckets, draw_splits, join, without_copies, write_indices
 from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_decompressed
 from extras.sources.csv_records import read_rows
 from extras.sources.parquet_pages import read_columns
@@ -36,6 +36,7 @@ from extras.sources.records import BadRecords, Policy, characters
 
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16
+INDEXED = "indexed splits"  # in the journal; earlier versions noted "indexed" after the training split's index
 COLUMNS = ("ur50_id", "ur90_id")
 BLOCK_BYTES = 4 << 20  # of a text file; longest row
 WANTED = (
@@ -71,8 +72,8 @@ def split_by_clusters(
     """
     directory = build.scratch / DIRECTORY
     made = build.done("clustered")
-    # publish_index needs the buckets, which are not flushed to the disk: make them again after a reboot.
-    if made is None or (made["boot"] != boot_id() and build.done("indexed") is None):
+    # publish_indices needs the buckets, which are not flushed to the disk: make them again after a reboot.
+    if made is None or (made["boot"] != boot_id() and build.done(INDEXED) is None):
         shutil.rmtree(directory, ignore_errors=True)
         counts, bad = [0] * len(files), BadRecords(policy)
 
@@ -106,18 +107,21 @@ def split_by_clusters(
     return ClusterSplits(made["counts"], made["sizes"], windows, BadRecords(policy, **made["bad"]))
 
 
-def publish_index(build: Build, copies: np.ndarray) -> None:
-    """Move the index of the training records beside their split, once. copies: bool, one per record in a split."""
-    directory, target = build.scratch / DIRECTORY, build.paths["arrow"] / SPLITS[0] / DIRECTORY
-    if build.done("indexed") is None:
+def publish_indices(build: Build, copies: np.ndarray) -> None:
+    """Move each split's index of clusters into its directory, once. copies: bool, one per record in a split."""
+    directory = build.scratch / DIRECTORY
+    made = {split: directory / split for split in SPLITS}
+    if build.done(INDEXED) is None:
         labels = without_copies(np.load(directory / "labels.npy", mmap_mode="r"), copies, directory / "kept.npy")
-        (directory / "index").mkdir(exist_ok=True)
-        clusters = write_index(Buckets(directory / "joined"), labels, directory / "index", directory)
-        build.note("indexed", clusters)
-    build.results["train_clusters"] = build.done("indexed")
-    logger.info("%s clusters of training records", f"{build.results['train_clusters']:,}")
-    if not target.exists():
-        (directory / "index").rename(target)
+        for path in made.values():
+            path.mkdir(exist_ok=True)
+        build.note(INDEXED, write_indices(Buckets(directory / "joined"), labels, list(made.values()), directory))
+    counts = build.done(INDEXED)
+    build.results |= {f"{split}_clusters": count for split, count in zip(SPLITS, counts, strict=True)}
+    logger.info("train %s, validation %s, test %s clusters", *(f"{count:,}" for count in counts))
+    for split, path in made.items():
+        if not (target := build.paths["arrow"] / split / DIRECTORY).exists():
+            path.rename(target)
 
 
 # --- the table

@@ -46,6 +46,12 @@ class Clusters:
     def num_records(self) -> int:
         return len(self.members)
 
+    def numbers(self) -> np.ndarray:
+        """The number of each record's cluster, int64 [records]: in memory, for a held-out split."""
+        numbers = np.empty(self.num_records, np.int64)
+        numbers[self.members] = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        return numbers
+
     def draw(self, clusters: np.ndarray, key: int) -> np.ndarray:
         """One member of each of the clusters int64 [n]: records int64 [n], a function of key and cluster."""
         begin = self.offsets[clusters].astype(np.int64)
@@ -55,18 +61,39 @@ class Clusters:
 
 def open_clusters(split_directory: str | Path, num_records: int) -> Clusters:
     """The clusters of a split of `num_records` records. UserError if there are none or they do not match."""
-    directory = Path(split_directory) / DIRECTORY
-    if not (directory / "offsets.npy").is_file():
+    if (clusters := _read(Path(split_directory) / DIRECTORY)) is None:
         raise UserError(
-            f"{directory}: no clusters: tokenise with --cluster_table or --cluster, or train without --sample_clusters"
+            f"{Path(split_directory) / DIRECTORY}: no clusters: tokenise with --cluster_table or --cluster, or train "
+            "without --sample_clusters"
         )
-    try:
-        clusters = Clusters(directory)
-    except (ValueError, EOFError, FileNotFoundError) as error:
-        raise UserError(f"{directory}: cannot be read ({one_line(error)}): tokenise again") from error
     if clusters.num_records != num_records:
         raise UserError(
-            f"{directory}: clusters of {clusters.num_records:,} records, but {num_records:,} are in use: "
+            f"{clusters.directory}: clusters of {clusters.num_records:,} records, but {num_records:,} are in use: "
             "--sample_clusters needs all of them (no --max_train_samples)"
         )
     return clusters
+
+
+def cluster_numbers(split_directory: str | Path, num_records: int) -> np.ndarray | None:
+    """The number of the cluster of each of a held-out split's first records, int64 [num_records].
+
+    None without an index: of splits drawn one by one, or prepared by an earlier version. UserError if it has fewer
+    records.
+    """
+    if (clusters := _read(Path(split_directory) / DIRECTORY)) is None:
+        return None
+    if clusters.num_records < num_records:
+        raise UserError(
+            f"{clusters.directory}: clusters of {clusters.num_records:,} records, but {num_records:,} are in use: "
+            "tokenise again"
+        )
+    return clusters.numbers()[:num_records]
+
+
+def _read(directory: Path) -> Clusters | None:
+    if not (directory / "offsets.npy").is_file():
+        return None
+    try:
+        return Clusters(directory)
+    except (ValueError, EOFError, FileNotFoundError) as error:
+        raise UserError(f"{directory}: cannot be read ({one_line(error)}): tokenise again") from error

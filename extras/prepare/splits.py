@@ -240,46 +240,62 @@ def without_copies(labels: np.ndarray, copies: np.ndarray, path: Path) -> np.nda
     return kept
 
 
-def write_index(joined: Buckets, labels: np.ndarray, directory: Path, scratch: Path) -> int:
-    """offsets.npy and members.npy of the training records; returns the number of clusters."""
+def write_indices(joined: Buckets, labels: np.ndarray, directories: list[Path], scratch: Path) -> list[int]:
+    """offsets.npy and members.npy of each split, in its directory; returns the splits' numbers of clusters.
+
+    labels: uint8 [records] (as `split_labels`); the records of a cluster are all in one split, or unused.
+    """
     count = len(labels)
-    # At each cluster's first training record its size, later its begin; and each record's number in the split.
+    # At each cluster's first used record its size, later its begin; and each record's number in its split.
     begins = open_memmap(scratch / "begins.npy", "w+", np.uint32, (count,))
     ranks = open_memmap(scratch / "ranks.npy", "w+", np.uint32, (count,))
-    clusters = 0
-    for records, bounds in _training_clusters(joined, labels):
-        begins[records[bounds[:-1]]] = np.diff(bounds)
-        clusters += len(bounds) - 1
-    offsets = open_memmap(directory / "offsets.npy", "w+", np.uint32, (clusters + 1,))
+    clusters = np.zeros(len(SPLITS), np.int64)
+    for records, bounds in _used_clusters(joined, labels):
+        first = records[bounds[:-1]]
+        begins[first] = np.diff(bounds)
+        clusters += np.bincount(labels[first], minlength=len(SPLITS))
+    members = []
+    for split, directory in enumerate(directories):
+        offsets = open_memmap(directory / "offsets.npy", "w+", np.uint32, (int(clusters[split]) + 1,))
+        size = _write_offsets(begins, ranks, labels, split, offsets)
+        members.append(open_memmap(directory / "members.npy", "w+", np.uint32, (size,)))
+    for records, bounds in _used_clusters(joined, labels):
+        first = records[bounds[:-1]]
+        places = np.repeat(begins[first].astype(np.int64) - bounds[:-1], np.diff(bounds)) + np.arange(len(records))
+        for split, of_split in enumerate(members):
+            chosen = labels[records] == split
+            of_split[places[chosen]] = ranks[records[chosen]]
+    for array in members:
+        array.flush()
+    return clusters.tolist()
+
+
+def _write_offsets(begins: np.ndarray, ranks: np.ndarray, labels: np.ndarray, split: int, offsets: np.ndarray) -> int:
+    """Fill `offsets` and the split's part of begins and ranks (see `write_indices`); returns its number of records."""
     cluster = member = rank = 0
-    for chunk in _chunks(count):
-        places = np.flatnonzero(begins[chunk])
+    for chunk in _chunks(len(labels)):
+        in_split = labels[chunk] == split
+        places = np.flatnonzero(in_split & (begins[chunk] > 0))
         ends = member + np.cumsum(begins[chunk][places], dtype=np.int64)
         begins[chunk][places] = ends - begins[chunk][places]
         offsets[cluster + 1 : cluster + 1 + len(places)] = ends
-        ranks[chunk] = rank + np.cumsum(labels[chunk] == TRAIN) - (labels[chunk] == TRAIN)
+        ranks[chunk][in_split] = np.arange(rank, rank + int(in_split.sum()))
         cluster += len(places)
         member = int(ends[-1]) if len(ends) else member
-        rank += int((labels[chunk] == TRAIN).sum())
-    members = open_memmap(directory / "members.npy", "w+", np.uint32, (rank,))
-    for records, bounds in _training_clusters(joined, labels):
-        first = records[bounds[:-1]]
-        places = np.repeat(begins[first].astype(np.int64) - bounds[:-1], np.diff(bounds)) + np.arange(len(records))
-        members[places] = ranks[records]
-    for array in (offsets, members):
-        array.flush()
-    return clusters
+        rank += int(in_split.sum())
+    offsets.flush()
+    return rank
 
 
 def _chunks(count: int) -> Iterator[slice]:
     return (slice(first, first + CHUNK) for first in range(0, count, CHUNK))
 
 
-def _training_clusters(joined: Buckets, labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """As `_clusters`, but only training records; clusters without any are left out."""
+def _used_clusters(joined: Buckets, labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """As `_clusters`, but only records that are used; clusters without any are left out."""
     for records, bounds in _clusters(joined):
-        training = labels[records] == TRAIN
-        yield records[training], np.unique(np.append(0, np.cumsum(training))[bounds])
+        used = labels[records] != UNUSED
+        yield records[used], np.unique(np.append(0, np.cumsum(used))[bounds])
 
 
 def _clusters(joined: Buckets) -> Iterator[tuple[np.ndarray, np.ndarray]]:

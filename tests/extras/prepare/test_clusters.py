@@ -20,7 +20,7 @@ from common.data.packing import BatchPlan, Position
 from common.files.hashing import hash_bytes
 from extras.prepare import cluster_splits, splits
 from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
-from extras.prepare.clusters import Clusters, open_clusters
+from extras.prepare.clusters import Clusters, cluster_numbers, open_clusters
 from extras.prepare.splits import _fitting
 from tests.data_fixtures import TOKENIZE, call, different, everything_in
 from tests.training_fixtures import losses, train
@@ -153,18 +153,21 @@ def test_split_by_clusters_equals_brute_force(tmp_path, caplog):
     training = set(names["train"])  # an id that is there twice is in one split
     assert list(names["train"]) == [name for name in in_file_order if name in training]
 
-    expected = defaultdict(list)
-    for record, name in enumerate(names["train"]):
-        expected[clusters[name]].append(record)
-    index = open_clusters(tmp_path / "out/arrow/train", len(names["train"]))
-    parts = np.split(np.array(index.members), np.array(index.offsets)[1:-1])
-    assert [part.tolist() for part in parts] == list(expected.values())  # in the order of first records
+    results = json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"]
+    for split, part in names.items():
+        expected = defaultdict(list)
+        for record, name in enumerate(part):
+            expected[clusters[name]].append(record)
+        index = open_clusters(tmp_path / "out/arrow" / split, len(part))
+        parts = np.split(np.array(index.members), np.array(index.offsets)[1:-1])
+        assert [members.tolist() for members in parts] == list(expected.values())  # in the order of first records
+        assert results[f"{split}_clusters"] == len(expected)
+        in_order = {cluster: number for number, cluster in enumerate(expected)}
+        assert index.numbers().tolist() == [in_order[clusters[name]] for name in part]
     unknown = sum(clusters[name] == name for part in names.values() for name in part)
     assert f"{unknown} of 3,050 records are not in" in caplog.text
     assert "1 rows put a member into a second cluster" in caplog.text
-    results = json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"]
     assert results["not_in_cluster_table"] == unknown
-    assert results["train_clusters"] == len(expected)
     assert results["train"] == len(names["train"])
 
 
@@ -189,13 +192,38 @@ def test_split_by_clusters_remakes_buckets_after_a_reboot(tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(TOKENIZE, "publish_index", stop)
+        patched.setattr(TOKENIZE, "publish_indices", stop)
         with pytest.raises(KeyboardInterrupt):
             tokenize(tmp_path / "csv", tmp_path / "out")
     shutil.rmtree(tmp_path / "out/.building/scratch/clusters")
     monkeypatch.setattr(cluster_splits, "boot_id", lambda: "another")
     tokenize(tmp_path / "csv", tmp_path / "out")
     assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
+
+
+def test_split_by_clusters_resumes_an_earlier_versions_index(tmp_path, monkeypatch):
+    """One that was killed after it had published the training split's index, the only one it made."""
+    make_input(tmp_path / "csv", count=600)
+    tokenize(tmp_path / "csv", tmp_path / "undisturbed")
+
+    def stop(build, *_):
+        shutil.copytree(tmp_path / "undisturbed/arrow/train/clusters", build.paths["arrow"] / "train/clusters")
+        build.note("indexed", 1)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TOKENIZE, "publish_indices", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(tmp_path / "csv", tmp_path / "out")
+    tokenize(tmp_path / "csv", tmp_path / "out")
+    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
+
+
+def test_split_by_clusters_without_a_test_split(tmp_path):
+    make_input(tmp_path / "csv", count=600)
+    tokenize(tmp_path / "csv", tmp_path / "out", "--test_size", 0)
+    assert cluster_numbers(tmp_path / "out/arrow/test", 0).shape == (0,)
+    assert cluster_numbers(tmp_path / "out/arrow/validation", 200).max() > 0
 
 
 def test_draw_splits_is_uniform_over_cluster_sizes(tmp_path):
@@ -249,6 +277,17 @@ def test_open_clusters_refuses_a_missing_or_wrong_index(tmp_path):
     (tmp_path / "clusters/members.npy").write_bytes(b"")
     with pytest.raises(UserError, match="tokenise again"):
         open_clusters(tmp_path, 6)
+
+
+def test_cluster_numbers_of_the_first_records(tmp_path):
+    assert cluster_numbers(tmp_path, 3) is None  # an earlier version's directory, or splits drawn one by one
+    (tmp_path / "clusters").mkdir()
+    np.save(tmp_path / "clusters/offsets.npy", np.array([0, 2, 3, 6], np.uint32))
+    np.save(tmp_path / "clusters/members.npy", np.array([0, 4, 1, 2, 3, 5], np.uint32))
+    assert cluster_numbers(tmp_path, 6).tolist() == [0, 1, 2, 2, 0, 2]
+    assert cluster_numbers(tmp_path, 5).tolist() == [0, 1, 2, 2, 0]
+    with pytest.raises(UserError, match="clusters of 6 records, but 7 are in use: tokenise again"):
+        cluster_numbers(tmp_path, 7)
 
 
 # --- what the batch plan draws

@@ -165,13 +165,14 @@ def test_tokenize_indexes_clusters_without_copies(tmp_path):
     assert not any(one & other for one, other in itertools.combinations(sequences, 2))
     results = json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"]
     assert sum(results["copies_left_out"].values()) == 600 - sum(map(len, numbers.values())) > 10
-    expected = defaultdict(list)
-    for record, number in enumerate(numbers["train"]):
-        expected[number // 3].append(record)
-    index = open_clusters(tmp_path / "out/arrow/train", len(numbers["train"]))
-    parts = np.split(np.array(index.members), np.array(index.offsets)[1:-1])
-    assert [part.tolist() for part in parts] == list(expected.values())
-    assert results["train_clusters"] == len(expected)
+    for split, part in numbers.items():
+        expected = defaultdict(list)
+        for record, number in enumerate(part):
+            expected[number // 3].append(record)
+        index = open_clusters(tmp_path / "out/arrow" / split, len(part))
+        parts = np.split(np.array(index.members), np.array(index.offsets)[1:-1])
+        assert [members.tolist() for members in parts] == list(expected.values())
+        assert results[f"{split}_clusters"] == len(expected)
 
 
 def test_tokenize_refuses_a_split_of_copies_alone(tmp_path):

@@ -56,8 +56,8 @@ def test_mmseqs_holds_out_whole_families(tmp_path):
     assert sum(map(len, families.values())) == FAMILIES
     for one, other in itertools.combinations(families.values(), 2):
         assert not one & other
-    index = open_clusters(tmp_path / "out/arrow/train", FAMILIES * MEMBERS - 48)
-    assert len(index) == len(families["train"])
+    for split, size in {"train": FAMILIES * MEMBERS - 48, "validation": 30, "test": 18}.items():
+        assert len(open_clusters(tmp_path / "out/arrow" / split, size)) == len(families[split])
     record = json.loads((tmp_path / "out/arrow/.complete.json").read_text())
     assert record["made_from"]["cluster"] == 0.5
     assert record["results"]["mmseqs"]
