@@ -203,7 +203,7 @@ class MaskingCollator:
             "num_unknown": int(np.count_nonzero(ids == self.tokens.unknown)),
         }
         if step is None:
-            batch["records"] = torch.from_numpy(np.array(pack.records, np.int64, order="C"))
+            batch["records"] = torch.from_numpy(pack.records.astype(np.int64))
         else:
             batch["mask_ratio"] = rates.mask_ratio
         return batch

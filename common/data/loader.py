@@ -124,7 +124,7 @@ def bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
         layout: dict[str, Any] = {}
         for name, value in batch.items():
             if isinstance(value, torch.Tensor):
-                data = value.contiguous().view(-1).view(torch.uint8).numpy()
+                data = value.contiguous().numpy().reshape(-1).view(np.uint8)
                 layout[name] = [value.dtype, list(value.shape), end, data.size]
                 parts.append((end, data))
                 end += -(-data.size // ALIGNMENT) * ALIGNMENT

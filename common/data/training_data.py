@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from common.cli import UserError
 from common.data import TokenSet
 from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates, SlicingCollator
@@ -62,8 +64,11 @@ class ProteinData(TrainingData, Protocol):
     def held_out(self, split: str) -> ProteinStore | None:
         """As TrainingData."""
 
+    def clusters(self, split: str) -> np.ndarray | None:
+        """The cluster of each held-out protein, int64 [n]; None where the data have none."""
+
     def sample(self) -> ProteinStore:
-        """Training proteins that the unigram baseline is fitted on."""
+        """Training proteins that the baselines are fitted on."""
 
 
 class PlannedData:
@@ -137,6 +142,14 @@ class PreparedData(PlannedData):
             if "empty" in str(error):
                 return None
             raise
+
+    def clusters(self, split: str) -> np.ndarray | None:
+        from extras.prepare.clusters import cluster_numbers
+
+        store = self.held_out(split)
+        if split in self.flags.eval_sets or store is None:
+            return None
+        return cluster_numbers(self.directory / split, len(store))
 
     def check_validation(self) -> None:
         """UserError unless there are proteins to evaluate on."""

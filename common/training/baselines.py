@@ -1,13 +1,14 @@
 """What a model of masked language modelling is compared with: predictors that are shown what the model is shown.
 
 The unigram predictor knows how frequent residues are in training, and the residue that stands at the position asked.
+The neighbour predictor (common.training.neighbours) knows what stands on both sides, and predicts hidden residues.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from common.data.flags import DataFlags
 from common.data.training_data import held_out_batches
 from common.distributed.world import World
 from common.files.hashing import GAMMA, hash_counters, mix
+from common.training.neighbours import Neighbours, smoothed_frequencies
 from common.training.protein_losses import hash_of_questions
 
 SAMPLE = 200_000  # proteins, from all over the training split, that baselines are fitted on
@@ -39,17 +41,11 @@ def sampled(store: Any):
 
 
 def residue_frequencies(store: Any, tokens: TokenSet) -> np.ndarray:
-    """Relative frequencies of the tokens, float64 [vocab_size]; about zero for those that are never masked.
-
-    One is added to every count, so that a residue absent from training has a finite loss.
-    """
+    """`smoothed_frequencies` of the tokens in a sample of the store, float64 [vocab_size]."""
     counts = np.zeros(tokens.vocab_size)
     for ids, _ in sampled(store):
         counts += np.bincount(ids, minlength=tokens.vocab_size)
-    residues = slice(tokens.residues[0], tokens.residues[1] + 1)
-    frequencies = np.full_like(counts, 1e-300)
-    frequencies[residues] = (counts[residues] + 1) / (counts[residues] + 1).sum()
-    return frequencies
+    return smoothed_frequencies(counts, tokens)
 
 
 def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> np.ndarray:
@@ -76,11 +72,11 @@ def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> 
 
 @dataclass(frozen=True)
 class BaselineLosses:
-    """Of a held-out split. results: by name; unigram: float64 [n], nats over the hidden residues of each protein;
-    questions: as of `ProteinLosses`."""
+    """Of a held-out split. results: by name; proteins: {baseline: float64 [n]}, nats over the hidden residues of each
+    protein; questions: as of `ProteinLosses`."""
 
     results: dict[str, float]
-    unigram: np.ndarray
+    proteins: dict[str, np.ndarray]
     questions: str
 
 
@@ -89,12 +85,7 @@ class Baselines:
 
     def __init__(self, store: Any, tokens: TokenSet):
         self.tokens = tokens
-        self.frequencies = residue_frequencies(store, tokens)
-
-    @cached_property
-    def log_frequencies(self) -> np.ndarray:
-        """float64 [vocab_size]"""
-        return np.log(self.frequencies)
+        self.neighbours = Neighbours.fit(sampled(store), tokens)
 
     def losses(
         self, store: Any, flags: DataFlags, collator: MaskingCollator, world: World, prefix: str = "eval"
@@ -103,36 +94,43 @@ class Baselines:
 
         collator: of whole proteins, also where ranks share them: of such a group, the first rank computes.
         """
-        table = given_shown(self.frequencies, self.tokens, collator.rates)
-        likeliest = table.argmax(1)
-        sums = np.zeros((2, 3))  # all and hidden residues x loss, correct, number
-        unigram, hashes = np.zeros(len(store)), np.zeros(len(store), np.int64)
+        table = given_shown(np.exp(self.neighbours.log_frequencies), self.tokens, collator.rates)
+        kinds = ("unigram", ""), ("unigram", "_masked"), ("neighbours", "_masked")
+        sums = np.zeros((len(kinds), 3))  # loss, correct, number
+        proteins, hashes = np.zeros((2, len(store))), np.zeros(len(store), np.int64)
         with world.raise_together():
             for batch in held_out_batches(flags, store, collator, world):
                 if world.mesh.cp_rank or not batch["num_tokens"]:
                     continue
-                shown, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
-                records, ends = batch["records"].numpy(), batch["cu_seqlens"].numpy()[1:]
-                hashes[records] = hashes_of(shown, labels, batch["cu_seqlens"].numpy()).view(np.int64)
+                shown, labels, bounds, records = (
+                    batch[name].numpy() for name in ("input_ids", "labels", "cu_seqlens", "records")
+                )
+                hashes[records] = hashes_of(shown, labels, bounds).view(np.int64)
                 asked = np.flatnonzero(labels != IGNORE)
-                shown, labels = shown[asked], labels[asked]
-                losses, hidden = -table[shown, labels], shown == self.tokens.mask
-                each = np.stack([losses, likeliest[shown] == labels, np.ones(len(asked))])
-                sums += np.stack([each.sum(1), each[:, hidden].sum(1)])
-                sequence = np.searchsorted(ends, asked[hidden], side="right")
-                unigram[records] = np.bincount(sequence, losses[hidden], minlength=len(records))
-        sums = world.sum(torch.from_numpy(sums).to(world.device)).cpu().numpy()
-        unigram = world.sum(torch.from_numpy(unigram).to(world.device)).cpu().numpy()
-        hashes = world.sum(torch.from_numpy(hashes).to(world.device)).cpu().numpy()
+                hidden = asked[shown[asked] == self.tokens.mask]
+                log_p = table[shown[asked]], table[shown[hidden]], self.neighbours.log_p(shown, bounds, hidden)
+                sequence = np.searchsorted(bounds[1:], hidden, side="right")
+                for number, (each, at) in enumerate(zip(log_p, (asked, hidden, hidden), strict=True)):
+                    losses = -np.take_along_axis(each, labels[at, None], 1)[:, 0]
+                    sums[number] += losses.sum(), (each.argmax(1) == labels[at]).sum(), len(at)
+                    if number:
+                        proteins[number - 1, records] = np.bincount(sequence, losses, minlength=len(records))
+        total = partial(_total, world)
         results = {}
-        for (loss, correct, number), of in zip(sums, ("", "_masked"), strict=True):
+        for (name, of), (loss, correct, number) in zip(kinds, total(sums), strict=True):
             if number:
                 results |= {
-                    f"{prefix}_unigram_loss{of}": loss / number,
-                    f"{prefix}_unigram_accuracy{of}": correct / number,
-                    f"{prefix}_unigram_perplexity{of}": math.exp(loss / number),
+                    f"{prefix}_{name}_loss{of}": loss / number,
+                    f"{prefix}_{name}_accuracy{of}": correct / number,
+                    f"{prefix}_{name}_perplexity{of}": math.exp(loss / number),
                 }
-        return BaselineLosses(results, unigram, hash_of_questions(hashes.view(np.uint64)))
+        of_proteins = dict(zip(("unigram", "neighbours"), total(proteins), strict=True))
+        return BaselineLosses(results, of_proteins, hash_of_questions(total(hashes).view(np.uint64)))
+
+
+def _total(world: World, values: np.ndarray) -> np.ndarray:
+    """Summed over the ranks."""
+    return world.sum(torch.from_numpy(values).to(world.device)).cpu().numpy()
 
 
 def hashes_of(shown: np.ndarray, labels: np.ndarray, bounds: np.ndarray) -> np.ndarray:

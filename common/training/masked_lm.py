@@ -133,7 +133,11 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         results, losses = evaluate(model, store, self.family.tokens, *where, *settings, has_bar)
         if losses is None:
             return Evaluation(results)
-        losses = replace(losses, questions=beside.questions)
+        with self.world.raise_together():
+            clusters = self.data.clusters(split)
+        losses = replace(losses, questions=beside.questions, clusters=clusters)
+        if clusters is not None:
+            results[f"{prefix}_clusters"] = len(np.unique(clusters[losses.masked > 0]))
         return Evaluation(results | beside.results | below(losses, beside, prefix), losses)
 
     def baselines(self, split: str, prefix: str) -> BaselineLosses:
@@ -151,11 +155,12 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
     def summary(results: dict, prefix: str = "eval") -> str:
         if f"{prefix}_loss_masked" not in results:
             return f"No hidden residue in {results[f'{prefix}_samples']} held-out proteins: no loss"
-        return (
-            "Held-out loss {loss_masked:.4f} of {masked_tokens} hidden residues (residue frequencies alone: "
-            "{unigram_loss_masked:.4f}), perplexity {perplexity_masked:.3f}, accuracy {accuracy_masked:.4f}; of all "
-            "{selected_tokens} selected ones {loss:.4f}"
-        ).format(**{name.removeprefix(f"{prefix}_"): value for name, value in results.items()})
+        text = (
+            "Held-out loss {loss_masked:.4f} of {masked_tokens} hidden residues (by their frequencies "
+            "{unigram_loss_masked:.4f}, by their neighbours {neighbours_loss_masked:.4f}), perplexity "
+            "{perplexity_masked:.3f}, accuracy {accuracy_masked:.4f}; {loss:.4f} of all {selected_tokens} selected"
+        )
+        return text.format(**{name.removeprefix(f"{prefix}_"): value for name, value in results.items()})
 
     def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
         return step_line(row)
@@ -220,7 +225,10 @@ class SelectedSums:
 
 
 def below(losses: ProteinLosses, baselines: BaselineLosses, prefix: str) -> dict[str, float]:
-    """How far the loss of the hidden residues is below the baselines', with standard errors over proteins."""
-    mean, error = losses.below(baselines.unigram)
-    found = {f"{prefix}_below_unigram_masked": mean, f"{prefix}_below_unigram_masked_stderr": error}
+    """How far the loss of the hidden residues is below the baselines', with standard errors over proteins, or over
+    their clusters."""
+    found = {}
+    for name, theirs in baselines.proteins.items():
+        mean, error = losses.below(theirs)
+        found |= {f"{prefix}_below_{name}_masked": mean, f"{prefix}_below_{name}_masked_stderr": error}
     return {name: value for name, value in found.items() if np.isfinite(value)}

@@ -179,6 +179,9 @@ class StreamedProteins(StreamedData):
     def held_out(self, split: str) -> ProteinStore | None:
         return self._files.read(split)
 
+    def clusters(self, split: str) -> np.ndarray | None:
+        return None
+
     def check_validation(self) -> None:
         """UserError unless there are proteins to evaluate on."""
         if self.flags.eval_sets:

@@ -104,7 +104,7 @@ def test_unigram_equals_hand_computation(dataset):
         assert found.results[f"eval_unigram_accuracy{of}"] == pytest.approx(right[which].mean(), rel=1e-12)
     assert 2.7 < found.results["eval_unigram_loss_masked"] < 3.0  # facts.md: 2.87 nats on UniRef
     assert found.results["eval_unigram_loss"] < found.results["eval_unigram_loss_masked"] - 0.1
-    assert found.unigram.sum() == pytest.approx(losses[hidden].sum(), rel=1e-12)
+    assert found.proteins["unigram"].sum() == pytest.approx(losses[hidden].sum(), rel=1e-12)
     other = arguments(dataset, seed=9, sequence_packing=False, mlm_probability=0.4).data
     again = baselines.losses(opened.held_out("validation"), other, held_out_masks(other, ESM2_TOKENS), ALONE)
     assert again.results == pytest.approx(found.results, rel=1e-12)
@@ -140,7 +140,7 @@ def test_run_reports_differences_that_are_paired_by_protein(dataset, tmp_path):
     opened = PreparedData(data, ESM2_TOKENS)
     asked = opened.held_out("validation"), data, held_out_masks(data, ESM2_TOKENS), ALONE
     unigram = Baselines(opened.sample(), ESM2_TOKENS).losses(*asked)
-    below = unigram.unigram - loss
+    below = unigram.proteins["unigram"] - loss
     mean = below.sum() / number.sum()
     some = number > 0
     error = math.sqrt(some.sum() / (some.sum() - 1) * ((below - mean * number) ** 2).sum()) / number.sum()

@@ -174,8 +174,8 @@ def test_verdict_names_both_baselines_and_the_set():
     results |= {f"{name}_stderr": 0.01 for name in results} | {"eval_own_clusters": 31}
     assert verdicts(results) == [
         "Verdict on own: the model predicts hidden residues better than their frequencies do, by 0.2000 ± 0.0100 "
-        "nats, and worse than their neighbours do, by 0.0300 ± 0.0100 nats (± over 31 clusters): has learnt composition, "
-        "not context: train longer, look for a rate with --find_learning_rate, or look at the data"
+        "nats, and worse than their neighbours do, by 0.0300 ± 0.0100 nats (± over 31 clusters): has learnt "
+        "composition, not context: train longer, look for a rate with --find_learning_rate, or look at the data"
     ]
 
 
