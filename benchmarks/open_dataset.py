@@ -36,7 +36,7 @@ from common.data.packing import BatchPlan, Position
 from common.data.token_store import open_split
 from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
-from common.training.masked_lm import residue_frequencies
+from common.training.baselines import residue_frequencies
 from extras.prepare.clusters import open_clusters
 from extras.prepare.dataset_writer import (
     ROWS_PER_BATCH,
