@@ -45,6 +45,7 @@ from extras.downstream.results import to_open
 from extras.export import exported
 from extras.inference.encoder import Encoder, EncoderFlags
 from extras.inference.measured import Correlation, as_table, correlations
+from extras.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
 from extras.inference.mutation_tables import (
     MEASURED,
     MUTANT,
@@ -56,7 +57,7 @@ from extras.inference.mutation_tables import (
     read_rows,
     variants_of,
 )
-from extras.inference.mutations import RESIDUES, Variant, quoted, score, single_mutants
+from extras.inference.mutations import Variant, quoted, score, single_mutants
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
@@ -65,8 +66,7 @@ SETTINGS = (
     *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
     *("wild_type_marginal_only", "column_prefix"),
 )
-ORDER = "GAVLIMCFYWPSTNQHKRDE"  # of a heat map: small and hydrophobic, aromatic, polar, charged
-POSITIONS_IN_ROW = 100
+SAID = 20  # matrices whose variance is printed
 
 
 @dataclass
@@ -197,11 +197,13 @@ def write(output: Path, record: Path, header: list[str], rows: list[dict], about
 
 def write_matrices(
     output: Path, proteins: dict[str, bytes], scores: dict[str, list[np.ndarray]], first_residue: int, about: dict
-) -> None:
-    """NAME.SCORE.csv of each protein and score, and NAME.png of the first score; then their record.
+) -> dict[str, Shares]:
+    """NAME.SCORE.csv of each protein and score, and NAME.png of the first score; then their record, with what each
+    table's variance follows from, which is returned too.
 
     They appear together. A directory that is replaced loses its record and the files of that first.
     """
+    variance: dict[str, Shares] = {}
     staging = output.with_name(f"{output.name}.partial")
     try:
         shutil.rmtree(staging, ignore_errors=True)
@@ -211,15 +213,17 @@ def write_matrices(
             stem = file_name(name, taken)
             for column, matrices in scores.items():
                 write_matrix(staging / f"{stem}.{column}.csv", text, matrices[number], first_residue)
+                variance[f"{stem}.{column}"] = shares(text, matrices[number])
             column = next(iter(scores))
             draw(staging / f"{stem}.png", f"{name[:60]}: {column}", text, scores[column][number], first_residue)
         sums = {path.name: content_hash(path) for path in sorted(staging.iterdir())}
+        about = about | {"variance": {name: each._asdict() for name, each in variance.items()}}
         (staging / RECORD).write_text(json.dumps(about | {"sha256": sums}, indent=1))
         sync_tree(staging)
         if not output.exists():
             os.replace(staging, output)
             sync_directory(output.parent)
-            return
+            return variance
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             before = json.loads((output / RECORD).read_text())["sha256"]
             (output / RECORD).unlink()
@@ -228,48 +232,22 @@ def write_matrices(
         for name in (*sums, RECORD):
             os.replace(staging / name, output / name)
         sync_directory(output)
+        return variance
     except OSError as error:
         raise UserError(f"--output {output}: {error.strerror}: make room, or choose another --output") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_matrix(path: Path, text: bytes, matrix: np.ndarray, first_residue: int) -> None:
-    """A row a position; empty where the wild type is no amino acid."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["position", "wild_type", *RESIDUES])
-        for n, row in enumerate(matrix):
-            cells = ["" if math.isnan(value) else f"{value:.6f}" for value in row]
-            writer.writerow([n + first_residue, chr(text[n]).upper(), *cells])
-
-
-def draw(path: Path, title: str, text: bytes, matrix: np.ndarray, first_residue: int) -> None:
-    """A heat map, in rows of `POSITIONS_IN_ROW` positions; dots mark the wild type."""
-    from matplotlib.figure import Figure
-
-    starts = range(0, len(text), POSITIONS_IN_ROW)
-    figure = Figure(figsize=(14, 0.8 + 3.2 * len(starts)), layout="constrained")
-    rows = figure.subplots(len(starts), squeeze=False)[:, 0]
-    shown = matrix[:, [RESIDUES.index(letter) for letter in ORDER]].T
-    known = np.abs(shown[np.isfinite(shown)])
-    limit = float(np.percentile(known, 99)) if known.any() else 1.0
-    letters = text.decode("latin-1").upper()
-    for axes, start in zip(rows, starts, strict=True):
-        part = shown[:, start : start + POSITIONS_IN_ROW]
-        width, first = part.shape[1], start + first_residue
-        extent = (first - 0.5, first + width - 0.5, len(ORDER) - 0.5, -0.5)
-        options: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", "extent": extent}
-        image = axes.imshow(part, **options)
-        axes.set_facecolor("0.8")
-        wild = [(first + n, ORDER.index(x)) for n, x in enumerate(letters[start : start + width]) if x in ORDER]
-        axes.plot([x for x, _ in wild], [y for _, y in wild], "k.", markersize=3)
-        axes.set_yticks(range(len(ORDER)), list(ORDER), fontsize=7)
-        axes.set_xlim(first - 0.5, first + POSITIONS_IN_ROW - 0.5 if len(starts) > 1 else first + width - 0.5)
-    rows[0].set_title(title)
-    rows[-1].set_xlabel("residue")
-    figure.colorbar(image, ax=list(rows), label="log p(mutant) - log p(wild type), nats")
-    figure.savefig(path, dpi=80)
+def log_variance(variance: dict[str, Shares]) -> None:
+    """A line each, of at most `SAID` matrices, and a warning of those whose scores say nothing of positions."""
+    for name, found in list(variance.items())[:SAID]:
+        logger.info("%s: %s", name, found)
+    if len(variance) > SAID:
+        logger.info("... and of %s more matrices: %s", f"{len(variance) - SAID:,}", RECORD)
+    alone = sum(found.of_residues_alone for found in variance.values())
+    if alone:
+        logger.warning("%d of %d matrices: %s", alone, len(variance), WARNING)
 
 
 def correlate(
@@ -294,12 +272,17 @@ def log_correlations(column: str, found: dict[str, dict]) -> None:
     elif len(found) == 1:
         (of_one,) = found.values()
         table = as_table({name: Correlation(**of_one[name]) for name in names})
-        title = f"Spearman correlation with {column}, {total:,} variants (95 % bootstrap interval):"
+        title = f"Spearman correlation with {column}, {total:,} variants (95 % bootstrap interval over the variants):"
         logger.info("%s", "\n".join([title, *table]))
     else:
-        means = {name: np.mean([each[name]["spearman"] for each in found.values() if name in each]) for name in names}
-        title = f"Spearman correlation with {column}, {total:,} variants, mean over {len(found)} proteins:"
-        logger.info("%s", "\n".join([title, *(f"  {name}  {mean:.3f}" for name, mean in means.items())]))
+        title = f"Spearman correlation with {column}, {total:,} variants, mean ± standard error over proteins:"
+        rows = [mean_row(name, [each[name]["spearman"] for each in found.values() if name in each]) for name in names]
+        logger.info("%s", "\n".join([title, *rows]))
+
+
+def mean_row(name: str, values: list[float]) -> str:
+    error = f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
+    return f"  {name}  {np.mean(values):.3f}{error}  ({len(values)} proteins)"
 
 
 def new_columns(args: Arguments) -> dict[str, bool]:
@@ -357,7 +340,7 @@ def score_table(args: Arguments) -> None:
         ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
         found = correlate(scores, measured, ids, variants)
         log_correlations(measured_column, found)
-        about["correlations"] = {"measured_column": measured_column, "proteins": found}
+        about["correlations"] = {"measured_column": measured_column, "intervals_over": "variants", "proteins": found}
     scored = [row | {name: f"{scores[name][n]:.6f}" for name in new} for n, row in enumerate(rows)]
     write(output, record, [*names, *new], scored, about)
     logger.info("Written: %s (%s variants)", output, f"{len(rows):,}")
@@ -370,7 +353,7 @@ def score_all(args: Arguments) -> None:
         return
     encoder, about = begun
     matrices = each_column(args, partial(single_mutants, encoder, proteins.values()))
-    write_matrices(output, proteins, matrices, args.first_residue, about)
+    log_variance(write_matrices(output, proteins, matrices, args.first_residue, about))
     logger.info("Written: %s", to_open(output))
 
 

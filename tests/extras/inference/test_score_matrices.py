@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def test_score_writes_all_single_mutants(model, tmp_path, monkeypatch, caplog):
     output = tmp_path / "matrices"
     flags = ("--model_name_or_path", model, "--fasta", fasta, "--use_cpu", "--max_seq_length", LONGEST + 2)
     command = (*flags, "--all_single_mutants", "--first_residue", 11, "--output", output)
+    caplog.set_level("INFO")
     call(script, *command)
     stems = ("X", "sp_A_1", "sp_A_1-1")
     scores = ("masked_marginal", "wild_type_marginal")
@@ -45,8 +47,12 @@ def test_score_writes_all_single_mutants(model, tmp_path, monkeypatch, caplog):
             cells = {f"{row['wild_type']}{n}{new}": row[new] for n, row in enumerate(rows, 1) for new in RESIDUES}
             assert [float(cells[word]) for word in words] == pytest.approx(one_by_one, abs=1e-5)
             assert all(cells[word] == "" for word in cells if word[0] == "X")
+    variance = json.loads((output / "scores.json").read_text())["variance"]
+    assert set(variance) == {f"{stem}.{name}" for stem in stems for name in scores}
+    assert variance["sp_A_1-1.masked_marginal"]["scores"] == 19 * len(long)
+    assert variance["X.masked_marginal"] == {"scores": 0, "residues": None, "position": None}
+    assert "sp_A_1-1.masked_marginal: variance of the 2,280 scores: " in caplog.text
     before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
-    caplog.set_level("INFO")
     call(script, *command)
     assert "nothing to do" in caplog.text
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
