@@ -4,9 +4,10 @@ r"""Contacts of residues that a model predicts: fitted to structures, evaluated 
 python contacts.py --model_name_or_path out/final_model --structures pdb --output_dir contacts
 python contacts.py --model_name_or_path out/final_model --structures pdb --fasta protein.fasta --output_dir contacts
 
-With structures (PDB or mmCIF): OUTPUT_DIR/contacts.csv has the precision of each chain, results.json the means, and
-NAME.png the predicted contacts beside the true ones. With a FASTA file: NAME.csv has each protein's likeliest
-contacts, NAME.png their map. A model without a contact head gets one that is fitted to the structures.
+With structures (PDB or mmCIF): OUTPUT_DIR/contacts.csv has the precision of each chain, results.json the means with
+standard errors over chains, and NAME.png the predicted contacts beside the true ones. With a FASTA file: NAME.csv has
+each protein's likeliest contacts, NAME.png their map. A model without a contact head gets one that is fitted to the
+structures.
 docs/after.md has more.
 """
 
@@ -30,6 +31,7 @@ from common.cli import UserError, run
 from common.files.json_files import file_name
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
+from extras.downstream.contact_map import draw
 from extras.downstream.contacts import (
     LEAST,
     SEPARATION,
@@ -40,6 +42,7 @@ from extras.downstream.contacts import (
     mean_precisions,
     precisions,
     split,
+    standard_errors,
     summary,
 )
 from extras.downstream.results import RESULTS, check_output, results_directory, to_open
@@ -96,32 +99,6 @@ def proteins_of(fasta: str) -> list[Chain]:
     return chains
 
 
-def draw(chain: Chain, probabilities: np.ndarray, path: Path) -> None:
-    """Predicted probabilities above the diagonal; below it true contacts, or the same again."""
-    from matplotlib.figure import Figure
-
-    contacts, known = chain.contacts()
-    length = len(chain.sequence)
-    image = np.array(probabilities)
-    has_structure = bool(known.any())
-    if has_structure:
-        below = np.tril_indices(length, -1)
-        image[below] = np.where(known, contacts.astype(float), np.nan)[below]
-    apart = np.abs(np.subtract.outer(np.arange(length), np.arange(length)))
-    image[apart < SEPARATION] = np.nan
-    figure = Figure(figsize=(6, 5.4), layout="constrained")
-    axes = figure.subplots()
-    shown = axes.imshow(image, cmap="Blues", vmin=0, vmax=1, extent=(0.5, length + 0.5, length + 0.5, 0.5))
-    axes.set_facecolor("0.9")
-    axes.set_title(
-        chain.name[:60] + ("\nabove: predicted; below: true" if has_structure else "\npredicted"), fontsize=10
-    )
-    axes.set_xlabel("residue")
-    axes.set_ylabel("residue")
-    figure.colorbar(shown, label="probability of a contact")
-    figure.savefig(path, dpi=120)
-
-
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -155,9 +132,9 @@ def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
     write_table(directory / "contacts.csv", rows)
     for each in drawn:
         draw(*each)
-    means = mean_precisions(found)
-    logger.info("%d chains, head %s: %s", len(chains), source, summary(means))
-    return {"chains": len(chains), "head": source} | means
+    logger.info("%d chains, head %s: %s", len(chains), source, summary(found))
+    means = mean_precisions(found) | standard_errors(found)
+    return {"chains": len(chains), "head": source, "stderr_over": "chains"} | means
 
 
 def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from common.models.layers.hf_directory import local_directory, model_hash
 from common.models.registry import NO_STOCK, encoder_family
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import SPLITS, TASKS, TaskSpec, read_examples
-from extras.downstream.probes import with_intervals
+from extras.downstream.metrics import about_intervals, shown, with_intervals
 from extras.downstream.results import RESULTS
 from extras.export import final_model_of, is_checkpoint
 from extras.model_card import rows as table_rows
@@ -54,6 +54,7 @@ class Arguments(Flags):
     output_dir: str | None = flag(None, "Where the model and the results go.")
     fasta: str | None = flag(None, "The sequences, where the CSV file has ids: its column id.")
     label_column: str = flag("label", "The column of the labels; rows without one are left out.")
+    cluster_column: str | None = flag(None, "A column with clusters of related proteins, each in one split whole.")
     validation_size: float = flag(0.1, "Part of the proteins, by a hash of the sequence, where no split is given.")
     test_size: float = flag(0.2, "Likewise.")
     problem_type: str | None = flag(None, "What the labels are. Default: by the labels.", choices=TASKS)
@@ -173,7 +174,7 @@ def evaluate(tuning: FineTuning, split: str) -> tuple[dict[str, Any], list[tuple
     loss, logits = tuning.predict(split)
     rows: list[tuple[str, int | str, Any, Any]] = []
     groups, scores = [], []
-    for number, (each, output) in enumerate(zip(tuning.split[split], logits, strict=True)):
+    for each, output in zip(tuning.split[split], logits, strict=True):
         outputs = output if task.of_residues else output[None]
         for place, (target, values) in enumerate(zip(np.atleast_1d(each.target), outputs, strict=True), 1):
             if (target < 0) if task.classes else math.isnan(target):
@@ -184,7 +185,7 @@ def evaluate(tuning: FineTuning, split: str) -> tuple[dict[str, Any], list[tuple
                 else (float(target), float(values[0]))
             )
             rows.append((each.name, place if task.of_residues else "", label, guess))
-            groups.append(number)
+            groups.append(each.group)
             scores.append(values[-1] - values[0])
     labels, guesses = (np.array([row[n] for row in rows]) for n in (2, 3))
     trained = np.concatenate([each.labelled() for each in tuning.split["train"]])
@@ -203,7 +204,9 @@ def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
     kind += "ForTokenClassification" if task.of_residues else "ForSequenceClassification"
     more = "" if args.full else f", num_labels={len(task.classes) or 1}"
     counts = {f"{name} proteins": f"{count:,}" for name, count in results["counts"].items()}
-    metrics = {name: f"{value[0]:.4f}" for name, value in results["test"].items() if isinstance(value, list)}
+    metrics = {name: shown(value) for name, value in results["test"].items() if isinstance(value, list)}
+    intervals = results["intervals"]
+    over = about_intervals(intervals["over"], {"held-out": intervals["test"]})
     what = "all weights trained" if args.full else f"LoRA of rank {args.lora_r}"
     lines = ["---", f"library_name: {library}", "license: unknown", "tags:", "- protein", "- esm", "---", ""]
     lines += [f"# {family.title}, fine-tuned: {task.name.replace('_', ' ')}, {what}", ""]
@@ -211,7 +214,7 @@ def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
     lines += [f'model = {kind}.from_pretrained("DIRECTORY"{more})  # of this file']
     lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```", ""]
     lines += [*table_rows(counts | {"best epoch": f"{results['best_epoch']}", "software": software()}, ("", "")), ""]
-    lines += ["## Results", "", *table_rows(metrics, ("test split", "")), ""]
+    lines += ["## Results", "", *table_rows(metrics, (f"test split; {over}", "")), ""]
     lines += ["## Licence", "", "To be filled in: the `license` above, and what the training data allow."]
     return "\n".join(lines) + "\n"
 
@@ -237,7 +240,7 @@ def table_of(results: dict[str, Any]) -> str:
     for name in results["test"]:
         if name not in ("loss", "baseline"):
             parts = (results[split].get(name) for split in SPLITS[1:])
-            cells = ["{:.3f} ({:.3f}, {:.3f})".format(*part) if part else "-" for part in parts]
+            cells = [shown(part) for part in parts]
             cells.append(f"{baseline[name]:.3f}" if name in baseline else "-")
             lines.append(f"{name:18}" + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join(lines)
@@ -247,6 +250,8 @@ def identity(args: Arguments) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model and data."""
     free = {"output_dir", "overwrite", "use_cpu", "save_steps", "model_name_or_path", "dataset", "fasta"}
     flags = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in free}
+    if args.cluster_column is None:
+        del flags["cluster_column"]  # as in the outputs of earlier versions
     data = {name: content_hash(getattr(args, name)) for name in ("dataset", "fasta") if getattr(args, name)}
     return flags | {"target_modules": targets_of(args), "model": model_hash(str(args.model_name_or_path))} | data
 
@@ -295,6 +300,7 @@ def main() -> None:
         args.problem_type,
         (args.validation_size, args.test_size),
         args.max_seq_length - 2,
+        args.cluster_column,
     )
     output, made_from = Path(str(args.output_dir)), identity(args)
     if not claim(args, made_from):
@@ -334,10 +340,13 @@ def main() -> None:
     train(tuning, output / STATE)
     tuning.restore_unit()
     (validation, _), (test, rows) = (evaluate(tuning, name) for name in ("validation", "test"))
+    over = "clusters" if args.cluster_column else "proteins"
+    groups = {name: len({each.group for each in tuning.split[name]}) for name in SPLITS[1:]}
     results = {
         "task": task.name,
         "classes": task.classes,
         "counts": counts,
+        "intervals": {"over": over} | groups,
         "best_epoch": tuning.progress.best_epoch,
         "validation": validation,
         "test": test,
@@ -346,7 +355,7 @@ def main() -> None:
     }
     write(tuning, args, results, rows)
     print(table_of(results))
-    logger.info("Best after epoch %d", tuning.progress.best_epoch)
+    logger.info("Best after epoch %d; %s", tuning.progress.best_epoch, about_intervals(over, groups))
     logger.info("Written: %s", ", ".join(str(output / name) for name in ("predictions.csv", RESULTS, MODEL)))
 
 

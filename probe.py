@@ -30,7 +30,8 @@ from common.cli import UserError, one_line, run
 from common.distributed.world import World
 from common.files.json_files import content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
-from extras.downstream.probes import PROBES, Labelled, evaluate, examples_of, has_label, read_rows, split_of
+from extras.downstream.metrics import about_intervals, shown
+from extras.downstream.probes import PARTS, PROBES, Labelled, evaluate, examples_of, has_label, read_rows, split_of
 from extras.downstream.results import RESULTS, check_output, results_directory, to_open
 from extras.inference.embedding import EmbeddingFlags, embed_all
 from extras.prepare.cluster_splits import cluster_records, hash_names, read_table, without_prefix
@@ -70,6 +71,11 @@ class Arguments(Flags):
     probe: str | None = flag(None, "Default: ridge for numbers, logistic for classes.", choices=PROBES)
     overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
 
+    @property
+    def ways(self) -> list[str]:
+        """To cluster: the flags that are given."""
+        return [f"--{n}" for n in ("cluster_column", "cluster_table", "cluster") if getattr(self, n) is not None]
+
     def missing(self) -> Iterator[Missing]:
         if not self.model_name_or_path and not self.embeddings:
             yield Missing("--model_name_or_path", "the model; or --embeddings", "out/final_model")
@@ -88,9 +94,8 @@ class Arguments(Flags):
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
         if self.cluster is not None and not 0 < self.cluster <= 1:
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and at most 1, 0.3 say")
-        ways = [f"--{n}" for n in ("cluster_column", "cluster_table", "cluster") if getattr(self, n) is not None]
-        if len(ways) > 1:
-            raise UserError(f"{' and '.join(ways)}: give one of them")
+        if len(self.ways) > 1:
+            raise UserError(f"{' and '.join(self.ways)}: give one of them")
         check_output(Path(str(self.output_dir)), self.overwrite)
 
 
@@ -252,13 +257,9 @@ def labelled_proteins(args: Arguments) -> tuple[list[Labelled], list[np.ndarray 
 
 
 def table_of(results: dict[str, dict[str, list[float | None]]]) -> str:
-    lines = [f"{'':18}{'probe':>26}{'baseline':>26}"]
+    lines = ["".join([f"{'':18}", *(part.rjust(26) for part in PARTS)])]
     for name in results["probe"]:
-        cells = [
-            ["-" if value is None else f"{value:.3f}" for value in results[part][name]]
-            for part in ("probe", "baseline")
-        ]
-        lines.append(f"{name:18}" + "".join(f"{v} ({low}, {high})".rjust(26) for v, low, high in cells))
+        lines.append(f"{name:18}" + "".join(shown(results[part][name]).rjust(26) for part in PARTS))
     return "\n".join(lines)
 
 
@@ -269,6 +270,8 @@ def main() -> None:
     output = Path(str(args.output_dir))
     test = np.flatnonzero(examples.test)
     counts = {"train": int((~examples.test).sum()), "test": len(test)}
+    over = "clusters" if args.ways else "proteins"
+    held_out = len(set(examples.groups[test].tolist()))
     with results_directory(output) as partial:
         with (partial / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*about[0], "label", "prediction"])
@@ -276,10 +279,12 @@ def main() -> None:
             for place, prediction in zip(test, predictions.tolist(), strict=True):
                 writer.writerow(about[place] | {"label": examples.labels[place], "prediction": prediction})
         made_from = {name: content_hash(getattr(args, name)) for name in ("fasta", "labels")}
-        content = found | {"counts": counts, "arguments": asdict(args), "hashes": made_from}
+        intervals = {"over": over, "test": held_out}
+        content = found | {"counts": counts, "intervals": intervals, "arguments": asdict(args), "hashes": made_from}
         (partial / RESULTS).write_text(json.dumps(content, indent=2) + "\n")
     print(table_of(found))
-    logger.info("Trained on %s labels, evaluated on %s", f"{counts['train']:,}", f"{counts['test']:,}")
+    labels = f"{counts['train']:,}", f"{counts['test']:,}"
+    logger.info("Trained on %s labels, evaluated on %s; %s", *labels, about_intervals(over, {"held-out": held_out}))
     logger.info("Written: %s", to_open(output))
 
 

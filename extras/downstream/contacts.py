@@ -114,6 +114,12 @@ def fit(model: Any, chains: Sequence[Chain]) -> Head:
     return Head(made.coef_[0].astype(np.float32), float(made.intercept_[0]), strength, len(chains))
 
 
+def by_score(scores: np.ndarray) -> np.ndarray:
+    """Indices of scores [N], highest first; ties, as of a head of zeros, in no order: by chance."""
+    shuffled = np.random.default_rng(0).permutation(len(scores))
+    return shuffled[np.argsort(-scores[shuffled], kind="stable")]
+
+
 def precisions(chain: Chain, scores: np.ndarray) -> dict[str, float]:
     """{long_p_at_l, ...}: of a range's L / n likeliest pairs, those in contact; long_chance: of all pairs of a range.
 
@@ -125,11 +131,9 @@ def precisions(chain: Chain, scores: np.ndarray) -> dict[str, float]:
         inside = (j - i >= nearest) & (j - i < beyond)
         if not inside.any():
             continue
-        # Ties, as of a head of zeros, in no order: by chance.
-        shuffled = np.random.default_rng(0).permutation(int(inside.sum()))
-        score, hits, apart = (x[inside][shuffled] for x in (scores[i, j], contact, j - i))
+        score, hits, apart = (x[inside] for x in (scores[i, j], contact, j - i))
         found[f"{name}_chance"] = float(hits.mean())
-        for key, order in (("", np.argsort(-score, kind="stable")), ("nearest_", np.argsort(apart, kind="stable"))):
+        for key, order in (("", by_score(score)), ("nearest_", by_score(-apart))):
             for top, part in TOP.items():
                 taken = order[: max(1, len(chain.sequence) // part)]
                 if not key or top == "p_at_l":
@@ -142,6 +146,17 @@ def mean_precisions(each: Sequence[dict[str, float]]) -> dict[str, float]:
     ranges = tuple(name for name in RANGES if any(one.get(f"{name}_chance") for one in each))
     names = dict.fromkeys(name for one in each for name in one if name.startswith(ranges))
     return {name: float(np.mean([one[name] for one in each if name in one])) for name in names}
+
+
+def standard_errors(each: Sequence[dict[str, float]]) -> dict[str, float]:
+    """{long_p_at_l_stderr, ...}: of each of `mean_precisions`, over the chains (never over their pairs, which are not
+    independent): the standard deviation between chains over the square root of their number. Of two chains or more."""
+    found = {}
+    for name in mean_precisions(each):
+        values = [one[name] for one in each if name in one]
+        if len(values) > 1:
+            found[f"{name}_stderr"] = float(np.std(values, ddof=1) / np.sqrt(len(values)))
+    return found
 
 
 class ContactEvaluation:
@@ -165,17 +180,22 @@ class ContactEvaluation:
             for chain in self.evaluated_on
         ]
         found = mean_precisions(each)
-        logger.info("Contacts: %s", summary(found))
+        logger.info("Contacts: %s", summary(each))
         return {f"eval_contacts_{name}": value for name, value in found.items()}
 
 
-def summary(found: dict[str, float]) -> str:
-    """The first range that there is, beyond the closest, in a line."""
+def summary(each: Sequence[dict[str, float]]) -> str:
+    """Of the chains' `precisions`: the first range that has a contact, beyond the closest, in a line."""
+    found, errors = mean_precisions(each), standard_errors(each)
     name = next((name for name in ("long", "medium", "short") if f"{name}_p_at_l" in found), None)
     if name is None:
         return "no contact to evaluate"
+    chains = sum(f"{name}_p_at_l" in one for one in each)
+    error = errors.get(f"{name}_p_at_l_stderr")
+    shown = "" if error is None else f" ± {error:.1%}"
     return (
-        f"of the L likeliest {name}-range pairs {found[f'{name}_p_at_l']:.1%} touch (L/5: "
+        f"of the L likeliest {name}-range pairs {found[f'{name}_p_at_l']:.1%}{shown} touch (L/5: "
         f"{found[f'{name}_p_at_l5']:.1%}; nearest first {found[f'{name}_nearest_p_at_l']:.1%}, chance "
-        f"{found[f'{name}_chance']:.1%})"
+        f"{found[f'{name}_chance']:.1%}; mean{' and standard error' if shown else ''} over {chains} "
+        f"chain{'s' if chains > 1 else ''})"
     )

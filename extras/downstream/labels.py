@@ -25,12 +25,14 @@ SHORT = {"val": "validation", "valid": "validation", "dev": "validation"}
 @dataclass(frozen=True)
 class Example:
     """name: an id, or the line of the file; ids: uint8 [L + 2]; target: a float or the index of a class; of residues
-    float64 [L] or int64 [L], NaN or IGNORE where there is no label; split: of `SPLITS`."""
+    float64 [L] or int64 [L], NaN or IGNORE where there is no label; split: of `SPLITS`; group: the cluster, or the
+    sequence, which is in one split whole and which intervals are over."""
 
     name: str
     ids: np.ndarray
     target: Any
     split: str
+    group: str
 
     def labelled(self) -> np.ndarray:
         """The labels that there are, one-dimensional."""
@@ -119,9 +121,10 @@ def target_of(task: TaskSpec, sequence: str, label: str, where: str) -> Any:
     return np.array([math.nan if no else float(word) for word, no in zip(words, absent, strict=True)])
 
 
-def split_of(sequence: str, sizes: tuple[float, float]) -> str:
-    """By a hash, so that equal sequences stay together. sizes: of validation and test, fractions of 1."""
-    number, (validation, test) = held_out_number(sequence), sizes
+def split_of(group: str, sizes: tuple[float, float]) -> str:
+    """By a hash of a sequence or a cluster, so that equal ones stay together. sizes: of validation and test, fractions
+    of 1."""
+    number, (validation, test) = held_out_number(group), sizes
     return "test" if number < test else "validation" if number < test + validation else "train"
 
 
@@ -132,15 +135,18 @@ def read_examples(
     problem_type: str | None = None,
     sizes: tuple[float, float] = (0.1, 0.2),
     longest: int = 1022,
+    cluster_column: str | None = None,
 ) -> tuple[TaskSpec, list[Example]]:
     """The task and the labelled proteins of a CSV file; sequences are in its column `sequence` or in a FASTA file.
 
     Where there is a column `split`, it is used; rows whose field is empty are left out. Without one, and for the
-    validation split that it lacks, `split_of`. longest: residues of a sequence. UserError, naming the line, for what
-    does not fit; for a sequence on two sides; for a split without labels, or with a class that is not trained on.
+    validation split that it lacks, `split_of`. longest: residues of a sequence; cluster_column: of related proteins,
+    which one split gets whole. UserError, naming the line, for what does not fit; for a sequence or cluster on two
+    sides; for a split without labels, or with a class that is not trained on.
     """
     where = f"--dataset {path}"
-    rows = read_rows(path, where, (label_column, "id" if fasta else "sequence"))
+    named = (label_column, "id" if fasta else "sequence", cluster_column)
+    rows = read_rows(path, where, [name for name in named if name])
     rows = [{name: value.strip() for name, value in row.items()} for row in rows]
     if fasta:
         proteins = {name.decode(): text.decode("latin-1") for name, text in read_fasta(fasta)}
@@ -163,17 +169,19 @@ def read_examples(
     examples, sides = [], {}
     for row in rows:
         sequence, place = row["sequence"], f"{where}, line {row['line']}"
-        split = split_of(sequence, sizes)
+        group = (cluster_column and row[cluster_column]) or sequence
+        split = split_of(group, sizes)
         if "split" in row:
             word = SHORT.get(row["split"].lower(), row["split"].lower())
             if word not in SPLITS:
                 raise UserError(f"{place}: split is {row['split'][:40]!r}: expected {', '.join(SPLITS)}")
-            taken = "validation" not in given and split_of(sequence, (sizes[0], 0.0)) == "validation"
+            taken = "validation" not in given and split_of(group, (sizes[0], 0.0)) == "validation"
             split = "validation" if word == "train" and taken else word
-        if sides.setdefault(sequence, split) != split:
-            raise UserError(f"{place}: the same sequence is in the {sides[sequence]} split, too: put it in one")
+        for key, same in ((sequence, "same sequence"), (group, f"cluster {group[:40]!r}")):
+            if sides.setdefault(key, split) != split:
+                raise UserError(f"{place}: the {same} is in the {sides[key]} split, too: put it in one")
         target = target_of(task, sequence, row[label_column], place)
-        examples.append(Example(row.get("id") or f"line {row['line']}", encode(sequence), target, split))
+        examples.append(Example(row.get("id") or f"line {row['line']}", encode(sequence), target, split, group))
     check_splits(task, examples, where)
     return task, examples
 

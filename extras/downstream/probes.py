@@ -17,19 +17,20 @@ import numpy as np
 from common.cli import UserError
 from common.models.esm2.alphabet import BYTE_TO_ID, UNK
 from extras.downstream.labels import UNLABELLED, held_out_number, is_number, read_rows, words_of
+from extras.downstream.metrics import percentiles, resampled, values_of
 from extras.downstream.results import named_tables
 from extras.inference.encoder import Encoder, EncoderFlags, embed
 from extras.inference.mutations import RESIDUES
 from extras.sources.records import check_residues
 
 logger = logging.getLogger(__name__)
+PARTS = ("probe", "baseline", "difference")  # of results
 PROBES = ("ridge", "linear", "logistic")
 ALPHAS = tuple(10.0**n for n in range(-2, 6))  # of ridge
 STRENGTHS = tuple(10.0**n for n in range(-4, 2))  # C of logistic
 FOLDS = 3
 LEAST = 10  # labels to train on, and to evaluate on
 TEST_SHARE = 0.2  # where no split is given
-RESAMPLES = 1000
 NEIGHBOURS = 2  # residues on each side, in the baseline of a residue
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 
@@ -178,59 +179,6 @@ def fitted(features: np.ndarray, labels: np.ndarray, groups: np.ndarray, validat
         return search.fit(features, labels, groups=groups).best_estimator_
 
 
-def _correlation(one: np.ndarray, other: np.ndarray) -> float:
-    one, other = one - one.mean(), other - other.mean()
-    scale = np.sqrt((one @ one) * (other @ other))
-    return float(one @ other / scale) if scale > 0 else np.nan
-
-
-def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> dict[str, float]:
-    from scipy.stats import rankdata
-
-    around = labels - labels.mean()
-    error, total = labels - predictions, around @ around
-    return {
-        "spearman": _correlation(rankdata(labels), rankdata(predictions)),
-        "pearson": _correlation(labels, predictions),
-        "r2": float(1 - error @ error / total) if total > 0 else np.nan,
-        "mae": float(np.abs(error).mean()),
-    }
-
-
-def _of_classes(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None) -> dict[str, float]:
-    """labels, predictions: int64 [N], indices of classes in the order of their names."""
-    from scipy.stats import rankdata
-
-    classes = int(max(labels.max(), predictions.max())) + 1
-    confusion = np.bincount(labels * classes + predictions, minlength=classes * classes).reshape(classes, classes)
-    right, true, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    there = true + predicted > 0
-    found = {
-        "accuracy": float(right.sum() / len(labels)),
-        "balanced_accuracy": float((right[true > 0] / true[true > 0]).mean()),
-        "macro_f1": float((2 * right[there] / (true + predicted)[there]).mean()),
-    }
-    if scores is not None:
-        second = labels == labels.max()
-        ones, zeros = int(second.sum()), int((~second).sum())
-        above = rankdata(scores)[second].sum() - ones * (ones + 1) / 2  # pairs in order, by Mann and Whitney
-        found["auroc"] = float(above / (ones * zeros)) if zeros else np.nan
-    return found
-
-
-def _indices(labels: np.ndarray, predictions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of classes, for strings; numbers as they are."""
-    if labels.dtype.kind != "U":
-        return labels, predictions
-    places = np.unique(np.concatenate([labels, predictions]), return_inverse=True)[1]
-    return places[: len(labels)], places[len(labels) :]
-
-
-def _values(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None) -> dict[str, float]:
-    of_numbers = labels.dtype.kind == "f"
-    return _of_numbers(labels, predictions) if of_numbers else _of_classes(labels, predictions, scores)
-
-
 def chosen_probe(examples: Examples, probe: str | None) -> str:
     return probe or ("logistic" if examples.labels.dtype.kind == "U" else "ridge")
 
@@ -247,50 +195,24 @@ def predict(examples: Examples, features: np.ndarray, probe: str) -> tuple[np.nd
 
 
 def evaluate(examples: Examples, probe: str | None = None) -> tuple[dict[str, dict[str, Any]], np.ndarray]:
-    """({"probe": {metric: [value, low, high]}, "baseline": ...}, predictions of the held-out examples).
+    """({"probe": {metric: [value, low, high]}, "baseline": ..., "difference": probe minus baseline}, predictions of
+    the held-out examples).
 
-    probe: of `PROBES`; None: by the labels. low, high: of 95 % of `RESAMPLES` resamplings of the held-out groups.
+    probe: of `PROBES`; None: by the labels. low, high: as of `with_intervals`, over the held-out groups; those of the
+    difference are paired: both are evaluated on the same resamples.
     """
     chosen, test = chosen_probe(examples, probe), examples.test
-    found: dict[str, dict[str, Any]] = {}
+    labels, groups = examples.labels[test], examples.groups[test]
+    values: dict[str, dict[str, float]] = {}
+    drawn: dict[str, dict[str, np.ndarray]] = {}
     predictions = np.array([])
     for name, features in (("baseline", examples.baseline), ("probe", examples.features)):
         predictions, scores = predict(examples, features, chosen)
-        found[name] = with_intervals(examples.labels[test], predictions, scores, examples.groups[test])
-    return dict(reversed(found.items())), predictions
-
-
-def values_of(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None) -> dict[str, float]:
-    """{metric: value}, as scikit-learn and scipy define them; NaN where one is not defined.
-
-    labels, predictions: [N], floats or strings; scores: [N], of the second of two classes, or None.
-    """
-    return _values(*_indices(labels, predictions), scores)
-
-
-def with_intervals(
-    labels: np.ndarray,
-    predictions: np.ndarray,
-    scores: np.ndarray | None,
-    groups: np.ndarray,
-    resamples: int = RESAMPLES,
-) -> dict[str, list[float | None]]:
-    """{metric: [value, low, high]}, as `evaluate`; None where it is not defined."""
-    generator = np.random.default_rng(0)
-    labels, predictions = _indices(labels, predictions)
-    _, group = np.unique(groups, return_inverse=True)
-    members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
-    resampled: dict[str, list[float]] = {}
-    for _ in range(resamples):
-        rows = np.concatenate([members[n] for n in generator.integers(len(members), size=len(members))])
-        for name, value in _values(labels[rows], predictions[rows], None if scores is None else scores[rows]).items():
-            resampled.setdefault(name, []).append(value)
-    found: dict[str, list[float | None]] = {}
-    for name, value in _values(labels, predictions, scores).items():
-        finite = [each for each in resampled.get(name, ()) if np.isfinite(each)]
-        low, high = np.percentile(finite, [2.5, 97.5]).tolist() if finite else (None, None)
-        found[name] = [value if np.isfinite(value) else None, low, high]
-    return found
+        values[name] = values_of(labels, predictions, scores)
+        drawn[name] = resampled(labels, predictions, scores, groups)
+    values["difference"] = {name: value - values["baseline"][name] for name, value in values["probe"].items()}
+    drawn["difference"] = {name: each - drawn["baseline"][name] for name, each in drawn["probe"].items()}
+    return {name: percentiles(values[name], drawn[name]) for name in PARTS}, predictions
 
 
 class ProbeEvaluation:

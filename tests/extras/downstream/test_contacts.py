@@ -23,6 +23,7 @@ from extras.downstream.contacts import (
     pairs,
     precisions,
     split,
+    standard_errors,
     summary,
 )
 from extras.downstream.stock_model import read_stock_model
@@ -89,12 +90,25 @@ def test_precisions_equal_a_plain_loop():
     assert min(pairs(chain)[1] - pairs(chain)[0]) == SEPARATION
 
 
+def test_standard_errors_are_those_of_a_bootstrap_over_chains():
+    """A bootstrap's variance is (n - 1) / n of the unbiased one; 4 sigma of 20,000 samples' root: 2 %."""
+    generator = np.random.default_rng(0)
+    each = [{"long_p_at_l": p, "long_chance": 0.1} for p in generator.random(12)] + [{"short_chance": 0.1}]
+    found = standard_errors(each)
+    values = np.array([one["long_p_at_l"] for one in each if "long_p_at_l" in one])
+    drawn = values[generator.integers(12, size=(20_000, 12))].mean(1)
+    assert found["long_p_at_l_stderr"] == pytest.approx(drawn.std() * np.sqrt(12 / 11), rel=0.02)
+    assert found["long_chance_stderr"] == pytest.approx(0, abs=1e-12)
+    assert "short_chance_stderr" not in found  # of one chain
+    assert standard_errors(each[:1]) == {}
+
+
 def test_mean_precisions_leave_out_ranges_without_contacts():
     hairpin = {"short_chance": 0.0, "short_p_at_l": 0.0, "long_chance": 0.25, "long_p_at_l": 0.5}
     extended = {"short_chance": 0.0, "short_p_at_l": 0.0, "long_chance": 0.0, "long_p_at_l": 0.0}
     assert mean_precisions([hairpin, extended]) == {"long_chance": 0.125, "long_p_at_l": 0.25}
     assert mean_precisions([extended]) == {}
-    assert summary({}) == "no contact to evaluate"
+    assert summary([extended]) == "no contact to evaluate"
 
 
 def test_split_depends_on_sequences_alone_and_needs_three():
@@ -183,6 +197,9 @@ def test_contacts_script_writes_tables_and_maps(structures, untrained, tmp_path)
     results = json.loads((out / "results.json").read_text())
     assert results["chains"] == len(table) == 4
     assert results["long_p_at_l"] == pytest.approx(np.mean([float(row["long_p_at_l"]) for row in table]))
+    spread = np.std([float(row["long_p_at_l"]) for row in table], ddof=1)
+    assert results["long_p_at_l_stderr"] == pytest.approx(spread / 2)
+    assert "standard error over 4 chains" in done.stderr
     assert len(list(out.glob("*.png"))) == 1
     again = run_script(*asked, "--structures", structures, "--output_dir", out)
     assert again.returncode == 2

@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -129,6 +130,7 @@ def test_adapter_opens_in_peft_with_our_predictions(untrained, table, tmp_path):
     call(FINETUNE, *flags_of(untrained, table["numbers"], tmp_path / "tuned", num_train_epochs=8, learning_rate=1e-2))
     results = json.loads((tmp_path / "tuned" / "results.json").read_text())
     assert results["task"] == "token_regression"
+    assert results["intervals"] == {"over": "proteins"} | {n: results["counts"][n] for n in ("validation", "test")}
     assert results["test"]["mae"][2] < results["test"]["baseline"]["mae"] / 2
     assert results["test"]["baseline"]["r2"] == pytest.approx(0, abs=0.05)
     model = AutoPeftModelForTokenClassification.from_pretrained(tmp_path / "tuned" / "model", num_labels=1).eval()
@@ -243,6 +245,20 @@ def test_examples_honour_splits_and_absent_labels(tmp_path):
     assert [(e.name, e.split) for e in examples] == [
         (f"p{n}", split_of(s, (0.1, 0.2))) for n, s in enumerate(sequences)
     ]
+
+
+def test_examples_keep_clusters_whole_and_equal_sequences_in_one_group(tmp_path):
+    rows = [(f"MK{a}{b}", f"{n % 7}.5", f"c{n // 4}") for n, (a, b) in enumerate(product("ACDEFGHIKL", "MNPQRSTVWY"))]
+    path = write(tmp_path / "a.csv", [*rows, ("MKAM", "9.5", "c0"), ("MKYY", "1.5", "")], ("sequence", "label", "of"))
+    _, examples = read_examples(str(path), sizes=(0.2, 0.2), cluster_column="of")
+    assert [e.group for e in examples] == [*(cluster for *_, cluster in rows), "c0", "MKYY"]
+    assert [e.split for e in examples] == [split_of(e.group, (0.2, 0.2)) for e in examples]
+    _, examples = read_examples(str(path), sizes=(0.2, 0.2))
+    assert examples[0].group == examples[-2].group == "MKAM"
+    mixed = [(*row, ("train", "validation", "test")[n % 3]) for n, row in enumerate(rows)]
+    path = write(tmp_path / "b.csv", mixed, ("sequence", "label", "of", "split"))
+    with pytest.raises(UserError, match="line 3: the cluster 'c0' is in the train split, too"):
+        read_examples(str(path), cluster_column="of")
 
 
 ROWS = [("MKA", "a", "train"), ("MKC", "b", "train"), ("MKD", "a", "validation"), ("MKE", "a", "test")]
