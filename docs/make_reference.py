@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from docs.make_flags import table  # noqa: E402
+from docs.script_figures import HEAD, SCRIPTS  # noqa: E402
 
 # (key, unit, meaning). <file>, <range>: see the page.
 TRAINING = [
@@ -186,7 +187,20 @@ ending. `<range>`: `short` (6 to 11 residues apart), `medium` (12 to 23) or `lon
 
 Keys of `train_results.json` beside `epoch`. `all_results.json` has those of all three files.
 
-{table(head, code(RESULTS))}"""
+{table(head, code(RESULTS))}
+{scripts_section()}"""
+
+
+def scripts_section() -> str:
+    """The part of the page that is about the scripts after training."""
+    sections = "\n".join(f"### {script}\n\n{table(HEAD, code(rows))}" for script, rows in SCRIPTS.items())
+    return f"""## Of the scripts after training
+
+Numbers in the files that they write; those that they print are among them. `[value, low, high]`: a number with its
+interval. `<range>` as above; `<metric>`: as of `eval_probe_<file>_<metric>`; `<split>`: `validation`, `test`, also
+`train` of counts. `generate.py` writes and prints text alone. More: [after.md](after.md).
+
+{sections}"""
 
 
 def files_page() -> str:

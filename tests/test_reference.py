@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from fnmatch import fnmatch
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from common.files.json_files import read_json, read_json_lines
 from common.training.run_directory import OWN_FILES, TRACES, TRACKER_FILES
 from extras.downstream.contacts import RANGES, precisions
-from extras.downstream.probes import values_of
+from extras.downstream.labels import is_number
+from extras.downstream.metrics import values_of
 from extras.downstream.structures import Chain
+from extras.prepare.planted import COIL_STRUCTURES, coil_structures
+from extras.prepare.sample import write_structures
 from tests.conftest import ROOT
-from tests.data_fixtures import load_script
+from tests.data_fixtures import call, load_script, proteins, write_fasta
+from tests.extras.inference.embed_fixtures import EMBED, make_model
 from tests.training_fixtures import train
 
 REFERENCE = load_script("docs/make_reference.py")
+CONTACTS, FINETUNE, PROBE, SCORE = (load_script(f"{name}.py") for name in ("contacts", "finetune", "probe", "score"))
 FLAGS = {"max_steps": 2, "do_eval": True, "eval_on_start": True, "straggler_every": 1}
 FLAGS |= {"peak_tflops_per_gpu": 1, "profile_steps": "1-1", "save_steps": 1, "save_hf": True}
 OF_DECODERS = {"eval_tokens"}
@@ -75,3 +85,104 @@ def test_reference_has_the_files_of_a_run(run):
         *("wandb/*", "find_learning_rate/*", "sample/*", ".starts"),
         *("superseded-checkpoint-*/*", "tmp-checkpoint-*/*", "final_model/tokenizer.json"),
     ]
+
+
+NAMES = {"range": "|".join(RANGES), "split": "train|validation|test", "residue": "[A-Y]", "number": "[0-9]+"}
+NAMES |= {"score": "masked_marginal|wild_type_marginal|blosum62|residue_frequency"}
+NAMES |= {"metric": "|".join((*values_of(*np.eye(2), None), *values_of(*np.array([["a", "b"]] * 2), np.arange(2.0))))}
+NO_FIGURES = {"arguments", "made_from", "files"}  # flags, versions and checksums
+
+
+def numbers_in(content: object, name: str = "") -> set[str]:
+    """The dotted names of the numbers of a JSON file; lists are one name."""
+    if isinstance(content, dict):
+        parts = ((f"{name}.{key}" if name else key, value) for key, value in content.items() if key not in NO_FIGURES)
+        return {found for key, value in parts for found in numbers_in(value, key)}
+    if isinstance(content, list):
+        return {found for value in content for found in numbers_in(value, name)}
+    return {name} if isinstance(content, int | float) else set()
+
+
+def figures(directory: Path, stem: str = "") -> set[str]:
+    """All numbers of the JSON, CSV and Parquet files there, as `file: key`; stem: of file names, to be NAME."""
+    found = set()
+    for path in directory.rglob("*"):
+        if path.suffix == ".json":
+            names = numbers_in(json.loads(path.read_text()))
+        elif path.suffix == ".csv":
+            names = {key for row in csv.DictReader(path.open()) for key, text in row.items() if is_number(text)}
+        elif path.suffix == ".parquet":
+            names = {field.name for field in pq.read_schema(path) if field.type != pa.string()}
+        else:
+            continue
+        file = re.sub(f"^{stem}(?=[.])", "NAME", path.name) if stem else path.name
+        found |= {f"{file}: {name}" for name in names}
+    return found
+
+
+def check_figures(script: str, found: set[str]) -> None:
+    """Each number has a row of the script's table, and each row a number."""
+    patterns = {
+        key: re.sub(r"<(\w+)>", lambda match: f"({NAMES.get(match[1], '[^:]+')})", re.sub(r"[.*]", r"\\\g<0>", key))
+        for key in keys(REFERENCE.SCRIPTS[script])
+    }
+    assert {name for name in found if not any(re.fullmatch(each, name) for each in patterns.values())} == set()
+    assert {key for key, each in patterns.items() if not any(re.fullmatch(each, name) for name in found)} == set()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """(a FASTA file, a table of numbers of its proteins, one of numbers of their residues)."""
+    directory, texts = tmp_path_factory.mktemp("labelled"), proteins(80, seed=4)
+    generator = np.random.default_rng(0)
+    for name, labels in (
+        ("one.csv", [f"{value:.3f}" for value in generator.normal(size=80)]),
+        ("each.csv", [" ".join(f"{value:.2f}" for value in generator.random(len(text))) for _, text in texts]),
+        ("classes.csv", [("yes", "no")[n % 2] for n in range(80)]),
+    ):
+        rows = [f"{text[0]},{text[1]},{label}" for text, label in zip(texts, labels, strict=True)]
+        (directory / name).write_text("\n".join(["id,sequence,label", *rows]))
+    write_fasta(directory / "my.fasta", texts)
+    return directory
+
+
+def test_reference_has_the_numbers_of_score(model, tmp_path):
+    fasta, table = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG" * 2)]), tmp_path / "mutants.csv"
+    table.write_text("mutant,DMS_score\nK2R,0.5\nA5G,-1.5\nL4W,0.1\nV3I,0.9\n")
+    flags = ("--model_name_or_path", model, "--fasta", fasta, "--use_cpu")
+    call(SCORE, *flags, "--mutations", table, "--output", tmp_path / "out" / "scored.csv")
+    call(SCORE, *flags, "--all_single_mutants", "--output", tmp_path / "out" / "matrices")
+    check_figures("score.py", figures(tmp_path / "out", "one") - {"scored.csv: DMS_score"})
+
+
+def test_reference_has_the_numbers_of_contacts(model, tmp_path):
+    write_structures(tmp_path / "coils", coil_structures(COIL_STRUCTURES, 5))
+    for path in sorted((tmp_path / "coils").iterdir())[6:]:
+        path.unlink()
+    fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAGMKTAYIAKQRQISF")])
+    flags = ("--model_name_or_path", model, "--structures", tmp_path / "coils", "--use_cpu", "--maps", 0)
+    call(CONTACTS, *flags, "--output_dir", tmp_path / "out" / "evaluated")
+    call(CONTACTS, *flags, "--fasta", fasta, "--output_dir", tmp_path / "out" / "predicted")
+    check_figures("contacts.py", figures(tmp_path / "out", "one"))
+
+
+def test_reference_has_the_numbers_of_embed_and_probe(model, labelled, tmp_path):
+    flags = ("--model_name_or_path", model, "--fasta", labelled / "my.fasta", "--use_cpu")
+    call(EMBED, *flags, "--output_dir", tmp_path / "embedded")
+    check_figures("embed.py", figures(tmp_path / "embedded"))
+    for name, more in (("each.csv", ("--per_residue",)), ("classes.csv", ())):
+        call(PROBE, *flags, "--labels", labelled / name, "--output_dir", tmp_path / "out" / Path(name).stem, *more)
+    check_figures("probe.py", figures(tmp_path / "out"))
+
+
+def test_reference_has_the_numbers_of_finetune(model, labelled, tmp_path):
+    flags = ("--model_name_or_path", model, "--full", "--use_cpu", "--num_train_epochs", 1)
+    for name in ("each.csv", "classes.csv"):
+        call(FINETUNE, *flags, "--dataset", labelled / name, "--output_dir", tmp_path / Path(name).stem)
+    found = {name for name in figures(tmp_path) if name.startswith(("results.json", "predictions.csv"))}
+    check_figures("finetune.py", found)

@@ -1,0 +1,170 @@
+"""Tables of docs/reference_metrics.md: the numbers that the scripts after training write.
+
+tests/test_reference.py runs each script and finds each number here, and no row here that nothing writes.
+"""
+
+from __future__ import annotations
+
+NONE, OF_ONE_MODEL = "-", "none: of this model"
+BOOTSTRAP = "95 % bootstrap percentiles over held-out proteins or clusters (`intervals.over`)"
+CHAINS = "`..._stderr`, over chains"
+SCORED = "scored.csv.json: correlations.proteins.<protein>"
+HEAD = ("number", "unit", "over what", "compared with what", "error over what")
+
+# {script: rows as of HEAD}. A number is "file: key"; <...> stands for any name; a list is [value, low, high].
+SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
+    "score.py": [
+        (
+            "scored.csv: masked_marginal",
+            "nats",
+            "a row: sum over its mutations of log p(mutant) - log p(wild type), the residue masked",
+            "the wild type, which has 0",
+            OF_ONE_MODEL,
+        ),
+        ("scored.csv: wild_type_marginal", "nats", "the same, nothing masked", "the wild type", OF_ONE_MODEL),
+        (f"{SCORED}.variants", "variants", "rows of the protein that have a measurement", NONE, NONE),
+        (
+            f"{SCORED}.<score>.spearman",
+            "",
+            "the protein's measured variants; printed for several proteins: their mean",
+            "`blosum62` and `residue_frequency`, which are rows beside it",
+            "`low`, `high`; of the mean the standard error over proteins",
+        ),
+        (f"{SCORED}.<score>.low", "", "2.5 % of 1,000 bootstrap samples", NONE, "variants of this one protein"),
+        (f"{SCORED}.<score>.high", "", "97.5 % of them", NONE, "variants of this one protein"),
+        ("NAME.<score>.csv: position", "residues", "number of the wild type's residue", NONE, NONE),
+        (
+            "NAME.<score>.csv: <residue>",
+            "nats",
+            "the substitution by this residue",
+            "the wild type, which has 0",
+            OF_ONE_MODEL,
+        ),
+        ("scores.json: variance.<matrix>.scores", "scores", "substitutions, without the wild type", NONE, NONE),
+        (
+            "scores.json: variance.<matrix>.residues",
+            "fraction",
+            "the scores' variance: what follows from wild type and mutant alone, corrected for their number",
+            "noise: 0; from 0.95 on the heat map says nothing of positions",
+            NONE,
+        ),
+        (
+            "scores.json: variance.<matrix>.position",
+            "fraction",
+            "the same, from the position (with its wild type) alone",
+            "noise: 0",
+            NONE,
+        ),
+    ],
+    "contacts.py": [
+        ("contacts.csv: residues", "residues", "the chain", NONE, NONE),
+        *(
+            row
+            for file, over, error in (
+                ("contacts.csv", "a chain's", NONE),
+                ("results.json", "mean over chains of a chain's", CHAINS),
+            )
+            for row in (
+                (
+                    f"{file}: <range>_p_at_l",
+                    "fraction",
+                    f"{over} L likeliest pairs of the range: those in contact",
+                    "`<range>_chance`, `<range>_nearest_p_at_l`",
+                    error,
+                ),
+                (f"{file}: <range>_p_at_l2", "fraction", f"{over} L/2 likeliest", "`<range>_chance`", error),
+                (f"{file}: <range>_p_at_l5", "fraction", f"{over} L/5 likeliest", "`<range>_chance`", error),
+                (
+                    f"{file}: <range>_nearest_p_at_l",
+                    "fraction",
+                    f"{over} L pairs nearest along the chain",
+                    "`<range>_chance`",
+                    error,
+                ),
+                (f"{file}: <range>_chance", "fraction", f"{over} pairs of the range, all of them", NONE, error),
+            )
+        ),
+        (
+            "results.json: <range>_<name>_stderr",
+            "fraction",
+            "standard deviation between chains over the root of their number",
+            NONE,
+            "chains; relatives count as independent",
+        ),
+        ("results.json: chains", "chains", "evaluated, others than the head was fitted on", NONE, NONE),
+        ("results.json: proteins", "proteins", "`--fasta`: predicted", NONE, NONE),
+        ("NAME.csv: i", "residues", "`--fasta`: number of a pair's first residue, from 1", NONE, NONE),
+        ("NAME.csv: j", "residues", "of its second", NONE, NONE),
+        ("NAME.csv: probability", "fraction", "one of the protein's L likeliest pairs", NONE, OF_ONE_MODEL),
+    ],
+    "probe.py": [
+        (
+            "results.json: probe.<metric>",
+            "as of `eval_probe_...`",
+            "labels of held-out proteins or of their residues",
+            "`baseline.<metric>`",
+            BOOTSTRAP,
+        ),
+        (
+            "results.json: baseline.<metric>",
+            "the same",
+            "the same labels, by a probe of the composition, or of a residue's neighbours",
+            NONE,
+            BOOTSTRAP,
+        ),
+        (
+            "results.json: difference.<metric>",
+            "the same",
+            "probe minus baseline, on the same labels",
+            "0",
+            f"{BOOTSTRAP}, the same samples for both",
+        ),
+        ("results.json: counts.train", "labels", "fitted on; of residues, each is one", NONE, NONE),
+        ("results.json: counts.test", "labels", "evaluated on", NONE, NONE),
+        ("results.json: intervals.test", "proteins or clusters", "held out: what intervals are over", NONE, NONE),
+        ("predictions.csv: position", "residues", "number of the residue, from 1", NONE, NONE),
+        ("predictions.csv: label", "the label's", "a held-out protein or residue", NONE, NONE),
+        ("predictions.csv: prediction", "the label's", "the same, by the probe", "`label`", NONE),
+    ],
+    "finetune.py": [
+        ("results.json: counts.<split>", "proteins", "of the split", NONE, NONE),
+        ("results.json: intervals.<split>", "proteins or clusters", "what its intervals are over", NONE, NONE),
+        ("results.json: best_epoch", "epochs", "the one whose weights are written", "validation loss", NONE),
+        ("results.json: history.epoch", "epochs", "done", NONE, NONE),
+        ("results.json: history.train_loss", "nats, or squared", "mean over the epoch's steps", NONE, NONE),
+        ("results.json: history.validation_loss", "the same", "mean over the split's labels", NONE, NONE),
+        ("results.json: <split>.loss", "the same", "mean over the split's labels, by the best epoch", NONE, NONE),
+        (
+            "results.json: <split>.<metric>",
+            "as of `eval_probe_...`",
+            "labels of the split's proteins or of their residues",
+            "`<split>.baseline.<metric>`",
+            "95 % bootstrap percentiles over proteins or clusters (`intervals.over`)",
+        ),
+        (
+            "results.json: <split>.baseline.<metric>",
+            "the same",
+            "the same labels, by the most frequent class or the mean of the training labels",
+            NONE,
+            NONE,
+        ),
+        ("predictions.csv: residue", "residues", "number of the residue, from 1", NONE, NONE),
+        ("predictions.csv: label", "the label's", "a protein or residue of the test split", NONE, NONE),
+        ("predictions.csv: prediction", "the label's", "the same, by the model", "`label`", NONE),
+    ],
+    "embed.py": [
+        ("part-<number>.parquet: length", "residues", "a protein", NONE, NONE),
+        (
+            "part-<number>.parquet: embedding",
+            "",
+            "the last layer's output: mean over the residues of a protein, or as `--pooling` says",
+            NONE,
+            OF_ONE_MODEL,
+        ),
+        (".complete.json: results.proteins", "proteins", "of `--fasta`", NONE, NONE),
+        (".complete.json: results.residues", "residues", "of all proteins", NONE, NONE),
+        (".complete.json: results.unknown", "residues", "characters that became `<unk>`", NONE, NONE),
+        (".complete.json: results.with_unknown", "proteins", "that have such characters", NONE, NONE),
+        (".complete.json: results.duplicates", "proteins", "whose id is repeated", NONE, NONE),
+    ],
+}
