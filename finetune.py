@@ -55,7 +55,9 @@ class Arguments(Flags):
     fasta: str | None = flag(None, "The sequences, where the CSV file has ids: its column id.")
     label_column: str = flag("label", "The column of the labels; rows without one are left out.")
     cluster_column: str | None = flag(None, "A column with clusters of related proteins, each in one split whole.")
-    validation_size: float = flag(0.1, "Part of the proteins, by a hash of the sequence, where no split is given.")
+    validation_size: float = flag(
+        0.1, "Part of the proteins, by a hash of the sequence or cluster, where no split is given."
+    )
     test_size: float = flag(0.2, "Likewise.")
     problem_type: str | None = flag(None, "What the labels are. Default: by the labels.", choices=TASKS)
     full: bool = flag(False, "Train all weights, not LoRA's.")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from extras.inference.mutant_matrix import WARNING as SAYS_NOTHING
 from extras.prepare.planted import COIL_STRUCTURES, coil_structures
 from extras.prepare.sample import write_structures
 from tests.conftest import ROOT
@@ -59,7 +60,8 @@ def test_commands_run_in_order(page, checkout):
             command = command.replace("finetune.py", "finetune.py --full")
         done = sh(smallest(command), checkout)
         assert done.returncode == 0, f"{block}\n{done.stderr[-2000:]}"
-        assert alarming(done) == []
+        # A model of two steps knows no positions, and score.py says so.
+        assert [line for line in alarming(done) if SAYS_NOTHING not in line] == []
 
 
 def test_notebook_runs(checkout):
