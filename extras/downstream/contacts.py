@@ -196,6 +196,6 @@ def summary(each: Sequence[dict[str, float]]) -> str:
     return (
         f"of the L likeliest {name}-range pairs {found[f'{name}_p_at_l']:.1%}{shown} touch (L/5: "
         f"{found[f'{name}_p_at_l5']:.1%}; nearest first {found[f'{name}_nearest_p_at_l']:.1%}, chance "
-        f"{found[f'{name}_chance']:.1%}; mean{' and standard error' if shown else ''} over {chains} "
+        f"{found[f'{name}_chance']:.1%}; mean{' ± s.e.' if shown else ''} over {chains} "
         f"chain{'s' if chains > 1 else ''})"
     )

@@ -199,7 +199,7 @@ def test_contacts_script_writes_tables_and_maps(structures, untrained, tmp_path)
     assert results["long_p_at_l"] == pytest.approx(np.mean([float(row["long_p_at_l"]) for row in table]))
     spread = np.std([float(row["long_p_at_l"]) for row in table], ddof=1)
     assert results["long_p_at_l_stderr"] == pytest.approx(spread / 2)
-    assert "standard error over 4 chains" in done.stderr
+    assert "mean ± s.e. over 4 chains" in done.stderr
     assert len(list(out.glob("*.png"))) == 1
     again = run_script(*asked, "--structures", structures, "--output_dir", out)
     assert again.returncode == 2
