@@ -2,7 +2,8 @@
 
     python train_ddp.py --find_learning_rate ...     with the flags of the run; any train script, any number of ranks
 
-Each trial trains from the run's initial weights on its first packs, with a short warm-up to a constant rate. Rates are
+Each trial trains from the run's initial weights on its first packs, with a short warm-up to a constant rate. Trials are
+compared with those weights and with each other, by the hidden residues of held-out proteins, in pairs. Rates are
 --learning_rate times powers of two: doubled while the highest is the best, halved while the lowest is as good as the
 best. Results go to `output_dir/find_learning_rate/`, and the same command continues there after a kill; a run in
 --output_dir and its checkpoints are not touched.
@@ -23,17 +24,19 @@ from typing import Any
 from common.cli import UserError
 from common.data.training_data import packs_per_step
 from common.distributed.stopping import Preempted
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.files.json_files import replace_flushed, write_json
 from common.flags import flat, with_flags
 from common.training.arguments import RunArguments
 from common.training.progress import TrainerState, plan_run
+from common.training.protein_losses import ProteinLosses, read_losses, write_losses
 from common.training.registry import task_of
 from common.training.run_directory import RunDirectory
 from common.training.run_logger import held_out_key
 from common.training.step import Stepper, StepPrefetcher
-from common.training.task import Build
-from extras.find_learning_rate.report import advice, draw, line, table
+from common.training.task import Build, Task
+from extras.find_learning_rate.report import Found, advice, draw, line, table
 from extras.find_learning_rate.trials import Trial, has_diverged, next_rate, read_results, recommended
 
 logger = logging.getLogger(__name__)
@@ -58,25 +61,38 @@ class Search:
         self.trials: list[Trial] = []
         self.identity: dict | None = None
         self.total_steps: int | None = None  # of the run
-        self.baseline: float | None = None  # held-out loss of a predictor that learns nothing from context
+        self.start: float | None = None  # held-out loss of the starting weights
+        self.baseline: float | None = None  # and of a predictor that learns nothing from context
+        self.proteins: dict[float, ProteinLosses] = {}  # by rate; 0: of the starting weights
         saved: dict[str, Any] = {}
         with world.on_main_rank():
             if directory:
                 saved = read_results(directory.path / RESULTS, self.settings)
         if saved := world.broadcast_object(saved):
             self.trials = [Trial(**trial) for trial in saved["trials"]]
-            self.identity, self.total_steps, self.baseline = saved["data"], saved["total_steps"], saved["baseline"]
+            self.identity, self.total_steps = saved["data"], saved["total_steps"]
+            self.start, self.baseline = saved["start"], saved["baseline"]
+        if directory:  # rank 0 reports
+            files = {
+                rate: losses_file(directory.path, rate) for rate in (0.0, *(t.learning_rate for t in self.trials))
+            }
+            self.proteins = {rate: read_losses(file)[0] for rate, file in files.items() if saved and file.exists()}
 
     def try_rate(self, rate: float) -> None:
         """Run a trial, and keep its result."""
+        known = set(self.proteins)
         self.trials.append(self._trial(rate))
         gc.collect()  # the trial's model, before the next one is built
         with self.world.on_main_rank():
             if self.directory:
+                for each in self.proteins.keys() - known:
+                    steps = 0 if each == 0 else len(self.trials[-1].losses)
+                    write_losses(losses_file(self.directory.path, each), self.proteins[each], steps)
                 results = {
                     "settings": self.settings,
                     "data": self.identity,
                     "total_steps": self.total_steps,
+                    "start": self.start,
                     "baseline": self.baseline,
                     "trials": [asdict(trial) for trial in self.trials],
                 }
@@ -100,6 +116,10 @@ class Search:
         # Not the run's schedule: the first steps of a long run see its peak, and no decay.
         warmup = 0 if args.optimizer.warmup_steps == 0 else math.ceil(WARMUP * steps)
         stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
+        with world.raise_together():
+            has_held_out = task.data.held_out("validation") is not None
+        if has_held_out and self.start is None:
+            self.start = self._held_out(task, strategy, 0.0, 0)
         strategy.model.train()
         if built.compiled:
             world.watch.compilation_counts_as_progress()
@@ -123,18 +143,21 @@ class Search:
                 diverged = skipped >= args.optimizer.max_skipped_steps or has_diverged(losses)
                 if diverged or is_last:
                     break
-        eval_loss = None
-        with world.raise_together():
-            has_held_out = task.data.held_out("validation") is not None
         diverged = diverged or not losses
-        if has_held_out and not diverged:
-            results, _ = task.evaluate(strategy.evaluated, "validation", "eval", steps)
-            if not results:
-                raise Preempted
-            eval_loss = results.get(held_out_key([results]))
-            self.baseline = results.get("eval_unigram_loss_masked")
+        eval_loss = self._held_out(task, strategy, rate, steps) if has_held_out and not diverged else None
         world.watch.rest()
         return Trial(rate, losses, eval_loss, diverged, tokens)
+
+    def _held_out(self, task: Task, strategy: Strategy, rate: float, steps: int) -> float | None:
+        """The loss of the validation split after a trial's steps; keeps that of each protein."""
+        results, losses = task.evaluate(strategy.evaluated, "validation", "eval", steps)
+        strategy.reshard()
+        if not results:
+            raise Preempted
+        if losses is not None and self.directory:
+            self.proteins[rate] = losses
+        self.baseline = results.get("eval_unigram_loss_masked")
+        return results.get(held_out_key([results]))
 
     def _check_data(self, identity: dict) -> None:
         """UserError if they are not those of the earlier trials."""
@@ -146,6 +169,11 @@ class Search:
                     "remove it to search again"
                 )
         self.identity = identity
+
+
+def losses_file(directory: Path, rate: float) -> Path:
+    """Of the held-out proteins, after a trial; of rate 0, of the starting weights."""
+    return directory / f"losses-{rate:g}.parquet"
 
 
 def find_learning_rate(
@@ -166,23 +194,20 @@ def find_learning_rate(
             logger.info("Kept: %s", line(trial))
         minutes = args.find.find_minutes or MINUTES
         while True:
-            rate = next_rate(args.optimizer.learning_rate, search.trials)
+            rate = next_rate(args.optimizer.learning_rate, search.trials, search.start)
             is_late = world.broadcast_object(bool(search.trials) and clock() - started >= 60 * minutes)
             if rate is None or is_late:
                 break
             logger.info("Trial %d: learning rate %g", len(search.trials) + 1, rate)
             search.try_rate(rate)
             logger.info("%s", line(search.trials[-1]))
-        lines = [
-            *table(search.trials),
-            "",
-            *advice(search.trials, search.total_steps, search.baseline, rate is not None),
-        ]
+        found = Found(search.trials, search.start, search.baseline, search.proteins)
+        lines = [*table(found), "", *advice(found, search.total_steps, rate is not None)]
         with world.on_main_rank():
             if directory:
                 with replace_flushed(path / TABLE) as file:
                     file.write_text("\n".join(lines) + "\n")
-                draw(search.trials, path / PICTURE)
+                draw(found, path / PICTURE)
         for text in lines:
             logger.info("%s", text)
         logger.info("Table and picture: %s, %s", path / TABLE, path / PICTURE)

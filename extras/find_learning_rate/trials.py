@@ -13,13 +13,14 @@ from common.files.json_files import read_json
 MOST_TRIALS = 12
 LAST_PART = 0.2  # of a trial's steps: its training loss is their mean
 FLAT = 0.005  # nats: losses of two seeds differ by up to this much
+SHARE = 0.1  # of what the best rate gains over the starting weights: where that is little, so is what is flat
 DIVERGED_NATS, DIVERGED_STEPS = 0.5, 5  # above the first step's loss, as the mean of so many steps
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A short run. losses: of its steps that were not skipped; eval_loss: None if diverged or without a validation
-    split; tokens: that it was trained on."""
+    """A short run. losses: of its steps that were not skipped; eval_loss: of the hidden residues of held-out proteins,
+    or of a decoder's held-out text, None if diverged or without a validation split; tokens: that it was trained on."""
 
     learning_rate: float
     losses: list[float]
@@ -59,30 +60,39 @@ def best_of(trials: list[Trial]) -> Trial | None:
     return min(trained, key=lambda trial: trial.loss, default=None)
 
 
-def recommended(trials: list[Trial]) -> Trial | None:
-    """The lowest rate from which on, up to the best, all losses are within FLAT of the best; None if all diverged.
+def flat_within(trials: list[Trial], start: float | None) -> float:
+    """Nats above the best loss that count as none. start: held-out loss of the starting weights, if it is known."""
+    best = best_of(trials)
+    if best is None or start is None or best.eval_loss is None:
+        return FLAT
+    return min(FLAT, SHARE * max(0.0, start - best.loss))
+
+
+def recommended(trials: list[Trial], start: float | None = None) -> Trial | None:
+    """The lowest rate from which on, up to the best, all losses are as good as the best (`flat_within`); None if all
+    diverged.
 
     Not the best itself: within the noise the lower rate is safer, since twice the best rate costs more than half of it
     (docs/training.md).
     """
-    best = best_of(trials)
+    best, flat = best_of(trials), flat_within(trials, start)
     chosen = best
     for trial in sorted(trials, key=lambda trial: trial.learning_rate, reverse=True):
         if best and trial.learning_rate < best.learning_rate:
-            if trial.loss > best.loss + FLAT:
+            if trial.loss > best.loss + flat:
                 break
             chosen = trial
     return chosen
 
 
-def next_rate(start: float, trials: list[Trial]) -> float | None:
-    """The rate to try next; None if the search is complete."""
+def next_rate(first: float, trials: list[Trial], start: float | None = None) -> float | None:
+    """The rate to try next; None if the search is complete. start: as of `flat_within`."""
     if not trials:
-        return start
+        return first
     if len(trials) >= MOST_TRIALS:
         return None
     rates = sorted(trial.learning_rate for trial in trials)
-    best, lowest_flat = best_of(trials), recommended(trials)
+    best, lowest_flat = best_of(trials), recommended(trials, start)
     if best and best.learning_rate == rates[-1]:
         return 2 * rates[-1]
     return rates[0] / 2 if lowest_flat is None or lowest_flat.learning_rate == rates[0] else None
@@ -103,6 +113,7 @@ def read_results(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         for trial in saved["trials"]:
             Trial(**trial).check()
         before, _, _, _ = dict(saved["settings"]), dict(saved["data"]), int(saved["total_steps"]), saved["baseline"]
+        _ = saved["start"]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: not results of --find_learning_rate ({one_line(error)}): remove it") from error
     changed = [

@@ -52,9 +52,7 @@ def test_frequencies_of_large_store_are_of_a_sample(tmp_path, monkeypatch):
     monkeypatch.setattr(masked_lm, "UNIGRAM_SAMPLE", 4000)
     monkeypatch.setattr(masked_lm, "UNIGRAM_RUN", 100)
     asked.clear()
-    assert residue_frequencies(store, ESM2_TOKENS) == pytest.approx(
-        whole, abs=0.03
-    )  # 40 runs, 2 of each kind
+    assert residue_frequencies(store, ESM2_TOKENS) == pytest.approx(whole, abs=0.03)  # 40 runs, 2 of each kind
     assert len(asked) == 40
     assert all((np.diff(records) == 1).all() for records in asked)
     assert min(map(np.min, asked)) == 0

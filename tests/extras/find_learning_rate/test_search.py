@@ -15,6 +15,7 @@ from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
+from common.training.protein_losses import read_losses
 from common.training.registry import parse_run
 from extras.find_learning_rate.search import DIRECTORY, PICTURE, RESULTS, TABLE, find_learning_rate
 from extras.find_learning_rate.trials import LAST_PART
@@ -115,7 +116,11 @@ def test_search_continues_after_a_kill(dataset, tmp_path):
     assert results(tmp_path / "killed") == expected
     assert len({trial["losses"][0] for trial in expected["trials"]}) == 1, "each from the same weights"
     assert expected["trials"][0]["eval_loss"] is not None
-    for name in (TABLE, PICTURE):
+    assert expected["start"] > 3, "of random weights"
+    for rate, loss in ((0.0, expected["start"]), (0.02, expected["trials"][0]["eval_loss"])):
+        losses, _ = read_losses(tmp_path / "whole" / DIRECTORY / f"losses-{rate:g}.parquet")
+        assert losses.loss_sum.sum() / losses.masked.sum() == pytest.approx(loss, rel=1e-9)
+    for name in (TABLE, PICTURE, *(f"losses-{trial['learning_rate']:g}.parquet" for trial in expected["trials"])):
         assert (tmp_path / "killed" / DIRECTORY / name).read_bytes() == (
             tmp_path / "whole" / DIRECTORY / name
         ).read_bytes()
