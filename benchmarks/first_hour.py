@@ -63,7 +63,7 @@ def size_of(directory: Path) -> float:
 def losses(output: Path) -> str:
     """Of a run: its held-out loss, beside the unigram predictor's."""
     results = json.loads((output / "eval_results.json").read_text())
-    return f"{results['eval_loss']:.2f} (unigram {results['eval_unigram_loss']:.2f})"
+    return f"{results['eval_loss_masked']:.2f} (unigram {results['eval_unigram_loss_masked']:.2f})"
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ FORMATS = EMULATED | {
     "BF16 residual": ["--bf16_residual"],
     "BF16 buckets and residual": ["--ddp_bucket_dtype=bf16", "--bf16_residual"],
 }
+LOSS = "eval_loss_masked"  # of the hidden residues
 LAST_PART = 0.25  # of the curve, whose mean is less noisy than its last point
 
 
@@ -136,8 +137,8 @@ def curves(args: Arguments) -> dict[str, dict[str, dict[int, float]]]:
             directory = directory_of(args, name, seed)
             if finished(directory, args.steps):
                 rows = read_json_lines(directory / "metrics.jsonl")
-                curve = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
-                curve[args.steps] = json.loads((directory / "eval_results.json").read_text())["eval_loss"]
+                curve = {row["step"]: row[LOSS] for row in rows if LOSS in row}
+                curve[args.steps] = json.loads((directory / "eval_results.json").read_text())[LOSS]
                 found.setdefault(name, {})[seed] = curve
     return found
 
@@ -152,7 +153,7 @@ def table(args: Arguments, found: dict) -> list[str]:
         return f"{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:.4f}")
 
     lines = [
-        "| format | seeds | held-out loss | difference from BF16 | the same over the last quarter |",
+        "| format | seeds | held-out loss, hidden residues | difference from BF16 | the same over the last quarter |",
         "|---|--:|--:|--:|--:|",
     ]
     for name, runs in found.items():
@@ -182,7 +183,7 @@ def draw(found: dict, path: Path) -> None:
             axis.plot(steps, [statistics.mean(v) for v in values], color=f"C{number}", label=name, linewidth=1.4)
             low, high = [min(v) for v in values], [max(v) for v in values]
             axis.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
-    losses.set(title="Held-out loss", ylabel="nats per masked residue")
+    losses.set(title="Held-out loss", ylabel="nats per hidden residue")
     differences.set(title="Difference from BF16 of the same seed", ylabel="nats")
     for axis in (losses, differences):
         axis.set_xlabel("step")

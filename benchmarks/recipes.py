@@ -21,16 +21,18 @@ class Recipe:
     change: str | None = None
 
 
-def recipes(adamw: Sequence[float], muon: Sequence[float]) -> dict[str, Recipe]:
-    """All recipes, AdamW's first, for the learning rates that are tried of AdamW and of Muon.
+def recipes(
+    adamw: Sequence[float], muon: Sequence[float], warmups: Sequence[float] = (0.05, 0.15)
+) -> dict[str, Recipe]:
+    """All recipes, AdamW's first, for the learning rates that are tried of AdamW and of Muon. warmups: of AdamW alone.
 
     maskN: N % of the residues are selected, of which 80 % become `<mask>`, 10 % another residue, and 10 % stay.
     hiddenN: all of them become `<mask>`.
     """
     by_muon, decay = {"optim": "muon"}, {"weight_decay": 0.1}
     hidden = {"mask_replace_prob": 1.0, "random_replace_prob": 0.0}
-    plain, best = Recipe({}, adamw), Recipe(by_muon, muon)
-    found = {"adamw": Recipe({}, adamw, (0.05, 0.15)), "muon": best}
+    plain, best = Recipe({}, adamw[1:]), Recipe(by_muon, muon)
+    found = {"adamw": Recipe({}, adamw, warmups), "muon": best}
     for percent in (15, 25, 40):
         masks = {"mlm_probability": percent / 100}
         for name, recipe, flags in (("adamw", plain, {}), ("muon", best, by_muon)):
@@ -81,7 +83,7 @@ SMALL_PLAN = Plan(
     ON_CPU | {"config_name": MODEL_8M, "config_overrides": SMALL, "tokens_per_pack": 2048, "max_seq_length": 256},
     tokens_per_step=2048,
     tokens=0.49e6,
-    recipes=recipes((5e-4, 1e-3, 2e-3), (1e-3, 2e-3, 4e-3)),
+    recipes=recipes((2.5e-4, 5e-4, 1e-3, 2e-3), (1e-3, 2e-3, 4e-3)),
     losses=(2.85, 2.80),
     goal=0.65,
     evaluations=12,
@@ -96,7 +98,7 @@ CPU_PLANS = {
         ON_CPU | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512, "max_eval_samples": 200},
         tokens_per_step=4096,
         tokens=0.49e6,
-        recipes=recipes((1.25e-4, 2.5e-4, 5e-4), (5e-4, 1e-3, 2e-3)),
+        recipes=recipes((1.25e-4, 2.5e-4, 5e-4, 1e-3), (5e-4, 1e-3, 2e-3), warmups=(0.15,)),
         losses=(2.85, 2.80),
         goal=0.65,
         evaluations=6,

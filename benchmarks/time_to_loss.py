@@ -270,7 +270,7 @@ def not_run(args: Arguments, size: str, plan: Plan) -> str:
             lacking.append(recipe)
         elif todo:
             unselected = len(runs) == len(settings_on(plan.seeds[0], size, plan, recipe))
-            lacking.append(f"{recipe} ({', '.join(todo)}{', then the best two on the other seeds' * unselected})")
+            lacking.append(f"{recipe} ({', '.join(todo)}{', then the best on the other seeds' * unselected})")
     return f"Not run: {', '.join(lacking)}." if lacking else "All recipes have been run."
 
 

@@ -21,9 +21,13 @@ TRAINING = [
     ("step", "optimiser steps", "done so far, of all starts"),
     ("total_steps", "optimiser steps", "of the whole run"),
     ("epoch", "epochs", "so far"),
-    ("loss", "nats per target", "mean of the steps since the last row, without skipped ones, over all targets"),
+    (
+        "loss",
+        "nats per target",
+        "mean of the steps since the last row, but for those skipped or without a target",
+    ),
     ("train_perplexity", "", "exp(`loss`)"),
-    ("step_loss", "nats per target", "of this step; absent if it was skipped"),
+    ("step_loss", "nats per target", "of this step; absent if it was skipped or had no target"),
     ("grad_norm", "", "of this step, before clipping; absent if it was skipped"),
     ("learning_rate", "", "of this step"),
     ("tokens", "tokens", "so far, of all ranks, without padding"),
@@ -47,24 +51,71 @@ TRAINING = [
     ("slowest_host", "name", "where it runs"),
 ]
 EVALUATION = [
-    ("eval_loss", "nats per target", "mean over all targets of the validation split"),
+    (
+        "eval_loss",
+        "nats per target",
+        "mean over all selected residues of the validation split, those that the model is shown among them: to "
+        "compare with published losses; of a decoder over all predicted tokens",
+    ),
     ("perplexity", "", "exp(`eval_loss`)"),
-    ("eval_accuracy", "fraction", "of the targets, the likeliest token is the right one"),
-    ("eval_masked_tokens", "tokens", "targets; of a decoder `eval_tokens`"),
+    ("eval_accuracy", "fraction", "of the same targets, the likeliest token is the right one"),
+    ("eval_selected_tokens", "residues", "selected: hidden, kept and replaced ones"),
     ("eval_tokens", "tokens", "predicted tokens, of a decoder"),
+    (
+        "eval_loss_masked",
+        "nats per residue",
+        "mean over the hidden residues (`<mask>`): what verdicts, the best model and comparisons rest on",
+    ),
+    ("eval_perplexity_masked", "", "exp(`eval_loss_masked`)"),
+    ("eval_accuracy_masked", "fraction", "of the hidden residues, the likeliest one is the right one"),
+    ("eval_masked_tokens", "residues", "hidden"),
+    (
+        "eval_loss_kept",
+        "nats per residue",
+        "mean over the selected residues that stay visible: what a model learns first, to copy",
+    ),
+    ("eval_kept_tokens", "residues", "kept; a random one that hit the true one is among them"),
+    ("eval_loss_random", "nats per residue", "mean over the selected residues that another one replaces"),
+    ("eval_random_tokens", "residues", "replaced by another one"),
     ("eval_samples", "sequences", "evaluated"),
-    ("eval_runtime", "s", "of the evaluation"),
+    ("eval_clusters", "clusters", "of the proteins with a hidden residue, where step 1 split by clusters"),
+    ("eval_runtime", "s", "of the evaluation, without the baselines'"),
     ("eval_samples_per_second", "sequences/s", "of all ranks"),
     ("eval_steps_per_second", "batches/s", "of one rank"),
     (
         "eval_unigram_loss",
-        "nats per target",
-        "of a predictor that knows residue frequencies alone, same targets",
+        "nats per residue",
+        "compare with `eval_loss`: of residue frequencies, mixed with the shown residue as is best at these rates",
     ),
-    ("eval_unigram_accuracy", "fraction", "of the same"),
+    ("eval_unigram_accuracy", "fraction", "of the same, over the same residues"),
     ("eval_unigram_perplexity", "", "of the same"),
-    ("eval_below_unigram", "nats per target", "how far `eval_loss` is below `eval_unigram_loss`"),
-    ("eval_below_unigram_stderr", "nats per target", "standard error of that difference, over sequences"),
+    (
+        "eval_unigram_loss_masked",
+        "nats per residue",
+        "compare with `eval_loss_masked`: of residue frequencies alone, over the same hidden residues",
+    ),
+    ("eval_unigram_accuracy_masked", "fraction", "of the same"),
+    ("eval_unigram_perplexity_masked", "", "of the same"),
+    (
+        "eval_neighbours_loss_masked",
+        "nats per residue",
+        "compare with `eval_loss_masked`: of the two visible neighbours on each side, over the same hidden residues",
+    ),
+    ("eval_neighbours_accuracy_masked", "fraction", "of the same"),
+    ("eval_neighbours_perplexity_masked", "", "of the same"),
+    (
+        "eval_below_unigram_masked",
+        "nats per residue",
+        "`eval_unigram_loss_masked` less `eval_loss_masked`: the model is better by so much",
+    ),
+    (
+        "eval_below_unigram_masked_stderr",
+        "nats per residue",
+        "standard error of that, paired, over proteins (over clusters, where the data have them)",
+    ),
+    ("eval_below_neighbours_masked", "nats per residue", "`eval_neighbours_loss_masked` less `eval_loss_masked`"),
+    ("eval_below_neighbours_masked_stderr", "nats per residue", "standard error of that, likewise"),
+    ("best_global_step", "optimiser steps", "`--load_best_model_at_end`: of the model that results are of"),
     ("eval_contacts_<range>_p_at_l", "fraction", "`--eval_contacts`: of the L likeliest pairs, those in contact"),
     ("eval_contacts_<range>_p_at_l2", "fraction", "of the L/2 likeliest"),
     ("eval_contacts_<range>_p_at_l5", "fraction", "of the L/5 likeliest"),
@@ -88,7 +139,7 @@ EVALUATION = [
     ),
 ]
 RESULTS = [
-    ("train_loss", "nats per target", "mean over all steps of the run"),
+    ("train_loss", "nats per target", "mean over the steps of the run that have a target and were not skipped"),
     ("train_runtime", "s", "training steps, of all starts"),
     ("train_samples", "sequences", "in the training data; trained on, if their number is not known"),
     ("train_samples_per_second", "sequences/s", "of all ranks"),
@@ -108,6 +159,14 @@ FILES = [
     ("train_results.json", "JSON", "of the whole run, when it has ended", YOU),
     ("eval_results.json", "JSON", "of the last evaluation", YOU),
     ("test_results.json", "JSON", "of the test split, at the end", YOU),
+    (
+        "eval_losses.parquet",
+        "Parquet",
+        "a row a held-out protein: nats over its hidden residues, their number, its cluster",
+        "`extras.compare`",
+    ),
+    ("eval_losses_best.parquet", "Parquet", "the same, of the best evaluation while training", "`extras.compare`"),
+    ("test_losses.parquet", "Parquet", "the same, of the test split; `eval_NAME_losses.parquet` of other sets", YOU),
     ("all_results.json", "JSON", "the three together, as transformers' Trainer has them", "curves, report"),
     ("trainer_state.json", "JSON", "the run's state and all rows, as `log_history`", "what reads the Trainer's"),
     ("training_curves.png", "PNG", "loss, learning rate, gradient norm, speed", YOU),
@@ -179,7 +238,10 @@ Keys of `metrics.jsonl`, every `--logging_steps`. What stands behind them: [trai
 ## Of evaluation
 
 Keys of `metrics.jsonl`, every `--eval_steps`, and of `eval_results.json`. `test_results.json` has the same of the test
-split, as `test_...` and `test_perplexity`, without contacts, mutations and probes. `<file>`: a file's name without its
+split, as `test_...` and `test_perplexity`, without contacts, mutations and probes. Sets of `--eval_dataset NAME=...`
+have `eval_NAME_...`. An evaluation selects 15 % of the residues (`--eval_mlm_probability`), always the same; of those
+80 % are hidden behind `<mask>` (`--eval_mask_replace_prob`), half of the rest stays, and half is replaced. Without a
+residue of a kind there is no loss of it. `<file>`: a file's name without its
 ending. `<range>`: `short` (6 to 11 residues apart), `medium` (12 to 23) or `long`; L: the chain's length.
 
 {table(head, code(EVALUATION))}

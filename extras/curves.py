@@ -7,8 +7,16 @@ import math
 from pathlib import Path
 
 from common.files.json_files import read_json_lines
-from common.training.run_logger import BASELINES, METRICS, PlotLabels, held_out_key, read_run_info
+from common.training.run_logger import (
+    BASELINES,
+    METRICS,
+    PlotLabels,
+    held_out_key,
+    held_out_prefixes,
+    read_run_info,
+)
 
+COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:pink")  # of held-out sets
 FEW = 50  # rows: up to here points are drawn, too
 
 
@@ -57,19 +65,10 @@ def draw_curves(output_dir: Path) -> Path | None:
 def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, labels: PlotLabels) -> None:
     """Loss in nats on the left axis, perplexity on the right."""
     steps, values = [r["step"] for r in trained], [r["loss"] for r in trained]
-    loss.plot(steps, values, color="0.75", linewidth=0.8, marker=_marker(steps), label=f"{labels.training}, each row")
-    loss.plot(steps, moving_average(values), color="tab:blue", label=f"{labels.training}, smoothed")
-    key = held_out_key((*rows, results))
-    held_out = {r["step"]: r[key] for r in rows if key in r}
-    if key in results:  # the evaluation after the last step is not in metrics.jsonl
-        held_out[rows[-1]["step"]] = results[key]
-    if held_out:
-        loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label=labels.held_out)
-    styles = zip(BASELINES, (labels.baseline, labels.neighbours), ("--", ":"), strict=True)
-    for (name, _), label, style in styles:
-        at = f"eval_{name}_loss{key.removeprefix('eval_loss')}"
-        if (value := next((each[at] for each in (results, *rows) if at in each), None)) is not None:
-            loss.axhline(value, color="black", linestyle=style, linewidth=1, label=label)
+    loss.plot(steps, values, color="0.75", linewidth=0.8, marker=_marker(steps), label=f"{labels.training}")
+    loss.plot(steps, moving_average(values), color="tab:blue", label="smoothed")
+    for prefix, colour in zip(held_out_prefixes((*rows, results)), COLOURS, strict=False):
+        _draw_held_out(loss, rows, results, labels, prefix, colour)
     skipped, before = [], 0
     for row in rows:
         if row.get("skipped_steps", before) > before:
@@ -83,6 +82,23 @@ def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, label
     perplexity = loss.secondary_yaxis("right", functions=(lambda nats: nats, lambda nats: nats))
     perplexity.yaxis.set_major_formatter(lambda nats, _: f"{math.exp(min(nats, 700)):.3g}")
     perplexity.set_ylabel("perplexity")
+
+
+def _draw_held_out(loss, rows: list[dict], results: dict, labels: PlotLabels, prefix: str, colour: str) -> None:
+    """The loss on a held-out set, and of what it is compared with on the validation split."""
+    key = held_out_key((*rows, results), prefix)
+    held_out = {r["step"]: r[key] for r in rows if key in r}
+    if key in results:  # the evaluation after the last step is not in metrics.jsonl
+        held_out[results.get("best_global_step", rows[-1]["step"])] = results[key]
+    if held_out:
+        name = labels.held_out + ("" if prefix == "eval" else f" of {prefix.removeprefix('eval_')}")
+        points = sorted(held_out.items())
+        loss.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=name)
+    styles = zip(BASELINES, (labels.baseline, labels.neighbours), ("--", ":"), strict=True)
+    for (name, _), label, style in styles if prefix == "eval" else ():
+        at = f"eval_{name}_loss{key.removeprefix('eval_loss')}"
+        if (value := next((each[at] for each in (results, *rows) if at in each), None)) is not None:
+            loss.axhline(value, color="black", linestyle=style, linewidth=1, label=label)
 
 
 def _title(info: dict, rows: list[dict]) -> str:

@@ -9,28 +9,36 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
-from common.training.run_logger import BASELINES, METRICS, PlotLabels, held_out_key, read_run_info, verdicts
+from common.training.run_logger import (
+    BASELINES,
+    METRICS,
+    PlotLabels,
+    held_out_key,
+    held_out_prefixes,
+    read_run_info,
+    verdicts,
+)
 from extras.curves import draw_curves, read_results
 
 NAMES = {"unigram": "unigram predictor", "neighbours": "neighbour predictor"}
 
 
-def held_out_table(output_dir: Path) -> str:
+def held_out_table(output_dir: Path, prefix: str = "eval") -> str:
     """Held-out loss, perplexity and accuracy before and after training, and of the baselines: of hidden residues, or
     of all tokens of text."""
-    results = read_results(output_dir)
-    rows = read_json_lines(output_dir / METRICS)
-    key = held_out_key((*rows, results))
-    of = key.removeprefix("eval_loss")  # _masked
-    keys = (key, f"eval_perplexity{of}" if of else "perplexity", f"eval_accuracy{of}")
+    results, rows = read_results(output_dir), read_json_lines(output_dir / METRICS)
+    key = held_out_key((*rows, results), prefix)
+    of = key.removeprefix(f"{prefix}_loss")  # _masked
+    keys = (key, f"{prefix}_perplexity{of}" if of else "perplexity", f"{prefix}_accuracy{of}")
     rows = [r for r in rows if key in r]
     labels = PlotLabels(*read_run_info(output_dir).get("words", ()))
-    lines = [(labels.held_out, "loss (nats)", "perplexity", "accuracy")]
+    name = labels.held_out if prefix == "eval" else f"{prefix.removeprefix('eval_')}: {labels.held_out}"
+    lines = [(name, "loss (nats)", "perplexity", "accuracy")]
     first = next((r for r in rows if r["step"] == 0), None)
     if first:
         lines.append(_line("before training", *(first[k] for k in keys)))
     for name, _ in BASELINES:
-        theirs = [f"eval_{name}_{what}{of}" for what in ("loss", "perplexity", "accuracy")]
+        theirs = [f"{prefix}_{name}_{what}{of}" for what in ("loss", "perplexity", "accuracy")]
         if known := next((each for each in (results, *rows) if theirs[0] in each), None):
             lines.append(_line(NAMES[name], *(known[k] for k in theirs)))
     if key not in results and rows and rows[-1]["step"]:
@@ -56,9 +64,8 @@ def main() -> None:
         last = rows[-1]
         loss = next((f", training loss {row['loss']:.4f}" for row in reversed(rows) if "loss" in row), "")
         print(f"not finished: step {last['step']:,} of {last['total_steps']:,}{loss}\n")
-    if any(held_out_key([row]) in row for row in (results, *rows)):
-        print(held_out_table(output_dir))
-        print()
+    for prefix in held_out_prefixes((results, *rows)):
+        print(f"{held_out_table(output_dir, prefix)}\n")
     for line in verdicts(results):
         print(f"{line}\n")
     if "train_tokens_per_second" in results:

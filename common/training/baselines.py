@@ -134,7 +134,7 @@ def _total(world: World, values: np.ndarray) -> np.ndarray:
 
 
 def hashes_of(shown: np.ndarray, labels: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """uint64 [B] hashes of what is asked of the sequences of a pack: shown, labels int64 [T]; bounds [B + 1]."""
+    """uint64 [B] hashes of the questions about each sequence of a pack: shown, labels int64 [T]; bounds [B + 1]."""
     position = np.arange(len(shown)) - np.repeat(bounds[:-1], np.diff(bounds))
     hashes = hash_counters(0, position) ^ (shown.astype(np.uint64) << np.uint64(32))
     hashes = mix(hashes ^ ((labels + 1 - IGNORE).astype(np.uint64) * np.uint64(GAMMA)))

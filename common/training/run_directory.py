@@ -37,6 +37,7 @@ OWN_FILES = (
     *(SAVED, WANDB_RUN),
 )
 OWN_DIRECTORIES = ("final_model", "final_model.partial")
+LOSSES = ("eval*_losses.parquet", "eval*_losses_best.parquet", "test_losses.parquet")
 TRACKER_FILES = f"{EVENTS}/events.out.tfevents.*"
 # A file server releases a dead machine's lock when its lease ends: 90 s by default for NFS 4.
 LOCK_PATIENCE_S = 150.0
@@ -212,7 +213,8 @@ def clear(output_dir: Path) -> None:
     if list_checkpoints(output_dir):
         logger.warning("Removing the earlier run in %s, as --overwrite_output_dir says", output_dir)
     numbered = (p for p in output_dir.iterdir() if NAME.fullmatch(p.name.removeprefix(SUPERSEDED)))
-    own = [*numbered, *output_dir.glob(f"{PARTIAL}*"), *output_dir.glob(TRACKER_FILES), *output_dir.glob(TRACES)]
+    patterns = f"{PARTIAL}*", TRACKER_FILES, TRACES, *LOSSES
+    own = [*numbered, *(path for pattern in patterns for path in output_dir.glob(pattern))]
     for path in [*own, *(output_dir / name for name in (*OWN_FILES, *OWN_DIRECTORIES))]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -124,14 +124,19 @@ def verdict(results: dict, prefix: str = "eval") -> str:
 
 def verdicts(results: dict) -> list[str]:
     """Those of all held-out sets, without the test split."""
-    ending = "_below_unigram_masked"
-    prefixes = [key.removesuffix(ending) for key in results if key.startswith("eval") and key.endswith(ending)]
-    return [line for prefix in prefixes if (line := verdict(results, prefix))]
+    return [line for prefix in held_out_prefixes([results]) if (line := verdict(results, prefix))]
 
 
-def held_out_key(rows: Iterable[dict]) -> str:
+def held_out_prefixes(rows: Iterable[dict]) -> list[str]:
+    """Of the held-out sets that a run was evaluated on: "eval" of its validation split, "eval_NAME" of others."""
+    keys = sorted({key for row in rows for key in row if key.startswith("eval") and key.endswith("_samples")})
+    return [key.removesuffix("_samples") for key in keys]
+
+
+def held_out_key(rows: Iterable[dict], prefix: str = "eval") -> str:
     """The key of a run's held-out loss in its rows: of hidden residues, or of all targets (decoders; before 0.5)."""
-    return "eval_loss_masked" if any("eval_loss_masked" in row for row in rows) else "eval_loss"
+    key = f"{prefix}_loss_masked"
+    return key if any(key in row for row in rows) else f"{prefix}_loss"
 
 
 def _format_value(key: str, value) -> str:

@@ -93,8 +93,8 @@ def advice(found: Found, total_steps: int | None, unfinished: bool) -> list[str]
         lines.append(f"They saw {share} of the run's {total_steps:,} steps: the best rate depends on the length.")
     if found.baseline is not None and best.loss > found.baseline - LEARNED:
         lines.append(
-            f"Too short to tell: no trial is {LEARNED} nats below the unigram predictor ({found.baseline:.4f}), so the "
-            "losses show how soon residue frequencies are learned. Raise --find_steps."
+            f"Too short to tell: no trial is {LEARNED} nats below the unigram predictor ({found.baseline:.4f}), so "
+            "the losses show how soon residue frequencies are learned. Raise --find_steps."
         )
     rates = [trial.learning_rate for trial in trials]
     if best.learning_rate == max(rates) or chosen.learning_rate == min(rates):

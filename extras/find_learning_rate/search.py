@@ -2,8 +2,8 @@
 
     python train_ddp.py --find_learning_rate ...     with the flags of the run; any train script, any number of ranks
 
-Each trial trains from the run's initial weights on its first packs, with a short warm-up to a constant rate. Trials are
-compared with those weights and with each other, by the hidden residues of held-out proteins, in pairs. Rates are
+Each trial trains from the run's initial weights on its first packs, with a short warm-up to a constant rate. Trials
+are compared with those weights and with each other, by the hidden residues of held-out proteins, in pairs. Rates are
 --learning_rate times powers of two: doubled while the highest is the best, halved while the lowest is as good as the
 best. Results go to `output_dir/find_learning_rate/`, and the same command continues there after a kill; a run in
 --output_dir and its checkpoints are not touched.

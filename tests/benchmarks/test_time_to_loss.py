@@ -57,7 +57,8 @@ def args(tmp_path):
 
 
 def finish(args: Arguments, each: Run, curve, dataset: str = "proteins") -> None:
-    saved = {"name": each.name, "flags": each.flags, "dataset": dataset, "curve": curve}
+    curve = [(tokens, loss, loss - 0.1) for tokens, loss in curve]  # of hidden residues, of all
+    saved = {"name": each.name, "flags": each.flags, "dataset": dataset, "unigram": 2.9, "curve": curve}
     with args.runs.open("a") as file:
         file.write(json.dumps(saved) + "\n")
 
@@ -137,27 +138,25 @@ def test_table_has_paired_ratios_and_their_errors():
     assert "No other recipe" in verdict({"adamw": base, "slow": slow}, 0.65, 3)
 
 
-def test_runs_are_all_settings_then_the_best_two_on_other_seeds(args):
-    last = {2.5e-4: 2.70, 5e-4: 2.60, 1e-3: 2.50, 2e-3: 2.51, 4e-3: math.nan}
+def test_runs_are_all_settings_then_the_best_on_other_seeds(args):
+    last = {2.5e-4: 2.60, 5e-4: 2.55, 1e-3: 2.50, 2e-3: math.nan, 4e-3: math.nan}
 
     def curves(recipe, rate, warmup, seed):
         if math.isnan(last[rate]):
             return [(100, 3.0), (200, math.nan)]
-        # On the other seeds the second best is ahead.
-        return curve_of(last[rate] - 0.02 * (warmup == 0.15) - 0.05 * (seed != 42 and rate == 2e-3))
+        return curve_of(last[rate] - 0.02 * (warmup == 0.15) - 0.05 * (seed != 42))
 
     started = finish_all(args, curves)
     adamw = [each for each in started if each.recipe == "adamw"]
-    assert [(each.rate, each.warmup) for each in adamw[:10]] == [(rate, w) for w in (0.05, 0.15) for rate in last]
-    assert {each.seed for each in adamw[:10]} == {42}
-    assert [(each.rate, each.warmup, each.seed) for each in adamw[10:]] == [
-        (rate, 0.15, seed) for seed in (43, 44) for rate in (1e-3, 2e-3)
-    ]
+    rates = [rate for rate in last if rate < 4e-3]
+    assert [(each.rate, each.warmup) for each in adamw[:8]] == [(rate, w) for w in (0.05, 0.15) for rate in rates]
+    assert {each.seed for each in adamw[:8]} == {42}
+    assert [(each.rate, each.warmup, each.seed) for each in adamw[8:]] == [(1e-3, 0.15, seed) for seed in (43, 44)]
     (plan,) = args.plans.values()
     best = tuned(args, "1M", plan, "adamw")
-    assert (best.rate, best.warmup, sorted(best.curves)) == (2e-3, 0.15, [42, 43, 44])
-    assert best.loss == pytest.approx(np.mean([2.49, 2.44, 2.44]))
-    assert len(started) == 10 + 4 + 3 + 4
+    assert (best.rate, best.warmup, sorted(best.curves)) == (1e-3, 0.15, [42, 43, 44])
+    assert best.loss == pytest.approx(np.mean([2.48, 2.43, 2.43]))
+    assert len(started) == 8 + 2 + 3 + 2
     assert not list(missing_runs(args))
 
 
@@ -175,7 +174,7 @@ def test_runs_of_chosen_seeds_only(args):
     assert {each.seed for each in started} == {42}
     later = finish_all(replace(args, seeds="44"), lambda *setting: curve_of(2.5))
     assert {each.seed for each in later} == {44}
-    assert len(later) == 4
+    assert len(later) == 2
 
 
 def test_report_names_what_has_not_been_run(args, capsys):
@@ -185,14 +184,15 @@ def test_report_names_what_has_not_been_run(args, capsys):
     report(args)
     text = (args.directory / "time_to_loss.md").read_text()
     assert text.strip() == capsys.readouterr().out.strip()
-    left = [f"{rate}-warmup0.15-seed{seed}" for seed in (43, 44) for rate in (0.001, 0.002)]
+    assert "12 evaluations. The unigram predictor has 2.9000 nats.\n" in text
+    left = [f"0.001-warmup0.15-seed{seed}" for seed in (43, 44)]
     assert f"Not run: muon ({', '.join(left)}), muon-mask25.\n" in text
     assert "Held-out proteins: drawn one by one.\n" in text
     dropped = runs_of(args, "1M", args.plans["1M"], "muon")[0].name
     lines = args.runs.read_text().splitlines(keepends=True)
     args.runs.write_text("".join(line for line in lines if dropped not in line))
     report(args)
-    then = "0.001-warmup0.15-seed42, then the best two on the other seeds"
+    then = "0.001-warmup0.15-seed42, then the best on the other seeds"
     assert f"Not run: muon ({then}), muon-mask25.\n" in capsys.readouterr().out
     (args.directory / "train" / "clusters").mkdir(parents=True)
     report(replace(args, dataset_dir=str(args.directory)))
@@ -211,7 +211,8 @@ def test_plans_compare_what_they_promise():
     for plan in CPU_PLANS.values():
         adamw = plan.recipes["adamw"]
         assert len(adamw.rates) >= 4
-        assert len(adamw.warmups) >= 2
+        assert len(adamw.warmups) >= 2 or plan is CPU_PLANS["8M"]
+        assert all(len(recipe.rates) >= 3 for recipe in plan.recipes.values()), "each at its own best rate"
         assert len(plan.seeds) >= 3
         assert plan.goal == 0.65
     assert all(plan.goal == 0.55 and len(plan.seeds) == 2 for plan in DECISIVE_PLANS.values())
@@ -278,3 +279,4 @@ def test_runs_are_made_in_pieces(dataset, tmp_path):
     assert 2048 < curve[1][0] <= 4096
     assert not (tmp_path / saved["name"]).exists(), "the run's own files stay"
     assert f"| adamw | 0.00025 | 5% | {curve[-1][1]:.4f} |" in done.stdout
+    assert curve[-1][1] != curve[-1][2], "hidden residues, and all"

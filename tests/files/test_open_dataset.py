@@ -10,6 +10,7 @@ import pytest
 from benchmarks import open_dataset
 from common.data.token_store import TokenStore
 from common.models.esm2.alphabet import ESM2_TOKENS
+from common.training import baselines
 from common.training.baselines import residue_frequencies
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 
@@ -49,8 +50,8 @@ def test_frequencies_of_large_store_are_of_a_sample(tmp_path, monkeypatch):
     store.gather = lambda records, *where: asked.append(records) or gather(records, *where)
     whole = residue_frequencies(store, ESM2_TOKENS)
     assert np.array_equal(np.concatenate(asked), np.arange(20_000))
-    monkeypatch.setattr(masked_lm, "UNIGRAM_SAMPLE", 4000)
-    monkeypatch.setattr(masked_lm, "UNIGRAM_RUN", 100)
+    monkeypatch.setattr(baselines, "SAMPLE", 4000)
+    monkeypatch.setattr(baselines, "RUN", 100)
     asked.clear()
     assert residue_frequencies(store, ESM2_TOKENS) == pytest.approx(whole, abs=0.03)  # 40 runs, 2 of each kind
     assert len(asked) == 40

@@ -113,10 +113,12 @@ def test_card_omits_state_of_wrong_type(tmp_path, value):
 
 def test_card_has_results_and_flags(tmp_path):
     results = {
-        "eval_loss": 2.5,
-        "eval_unigram_loss": 2.8,
-        "eval_below_unigram": 0.3,
-        "eval_below_unigram_stderr": 0.01,
+        "eval_loss": 2.4,
+        "eval_loss_masked": 2.5,
+        "eval_unigram_loss_masked": 2.8,
+        "eval_below_unigram_masked": 0.3,
+        "eval_below_unigram_masked_stderr": 0.01,
+        "eval_below_neighbours_masked": 0.1,
     }
     results |= {"test_loss": 2.6, "test_perplexity": 13.46, "eval_contacts_long_p_at_l": 0.25, "eval_runtime": 3.0}
     results |= {"eval_probe_|x|": 1.0, "test_accuracy": float("nan"), "eval_accuracy": "0.1\n---"}
@@ -126,8 +128,10 @@ def test_card_has_results_and_flags(tmp_path):
     ADAPTER.save(ADAPTER.to_hf(weights.__getitem__, CONFIG), CONFIG, tmp_path / "model", training)
     card = (tmp_path / "model" / "README.md").read_text()
     for line in (
-        "| validation loss | 2.5000 nats (residue frequencies alone: 2.8000) |",
-        "| validation loss below residue frequencies | 0.3000 ± 0.0100 nats |",
+        "| validation, hidden residues: loss | 2.5000 nats (residue frequencies alone: 2.8000) |",
+        "| validation, hidden residues: loss below that of residue frequencies | 0.3000 ± 0.0100 nats |",
+        "| validation, hidden residues: loss below that of residue neighbours | 0.1000 nats |",
+        "| validation, all selected residues, as published losses count them: loss | 2.4000 nats |",
         "| test loss | 2.6000 nats |",
         "| contacts: long_p_at_l | 0.2500 |",
         "| `--learning_rate` | 0.0004 |",

@@ -61,7 +61,7 @@ def test_curves_show_held_out_and_unigram(evaluated_run, tmp_path):
     whole = draw_curves(tmp_path).read_bytes()
     results = read_results(tmp_path)
     assert draw_curves(tmp_path).read_bytes() == whole, "a function of the files"
-    for key in ("eval_loss", "eval_unigram_loss"):
+    for key in ("eval_loss_masked", "eval_unigram_loss_masked", "eval_neighbours_loss_masked"):
         (tmp_path / "all_results.json").write_text(json.dumps(results | {key: results[key] + 0.5}))
         assert draw_curves(tmp_path).read_bytes() != whole, key
     (tmp_path / "metrics.jsonl").write_text("")
@@ -85,9 +85,9 @@ def test_curves_of_interrupted_run(dataset, tmp_path):
     assert done.returncode == 0, done.stderr
     last = rows(tmp_path)[-1]
     assert f"not finished: step {last['step']:,} of 5,000, training loss {last['loss']:.4f}\n" in done.stdout
-    held_out = [row for row in rows(tmp_path) if "eval_loss" in row][-1]
-    assert re.search(rf"unigram predictor +{held_out['eval_unigram_loss']:.4f} ", done.stdout)
-    assert re.search(rf"at step {held_out['step']} +{held_out['eval_loss']:.4f} ", done.stdout)
+    held_out = [row for row in rows(tmp_path) if "eval_loss_masked" in row][-1]
+    assert re.search(rf"unigram predictor +{held_out['eval_unigram_loss_masked']:.4f} ", done.stdout)
+    assert re.search(rf"at step {held_out['step']} +{held_out['eval_loss_masked']:.4f} ", done.stdout)
     assert f"plot    {picture}" in done.stdout
     assert read_run_info(tmp_path)["starts"] == [0]
     stop = newest_step(tmp_path) + 2
@@ -139,13 +139,15 @@ def test_report_table_shows_before_unigram_and_after(evaluated_run):
     output_dir, _ = evaluated_run
     before, results = rows(output_dir)[0], read_results(output_dir)
     lines = held_out_table(output_dir).splitlines()
-    assert lines[0].split("  ")[0] == "held-out proteins"
+    assert lines[0].split("  ")[0] == "held-out proteins, hidden residues"
     assert set(lines[1]) == {"-"}
     assert len({len(line) for line in lines}) == 1
+    of_hidden = ("loss_masked", "perplexity_masked", "accuracy_masked")
     expected = {
-        "before training": (before["eval_loss"], before["perplexity"], before["eval_accuracy"]),
-        "unigram predictor": tuple(results[f"eval_unigram_{k}"] for k in ("loss", "perplexity", "accuracy")),
-        "after training": (results["eval_loss"], results["perplexity"], results["eval_accuracy"]),
+        "before training": tuple(before[f"eval_{k}"] for k in of_hidden),
+        "unigram predictor": tuple(results[f"eval_unigram_{k}"] for k in of_hidden),
+        "neighbour predictor": tuple(results[f"eval_neighbours_{k}"] for k in of_hidden),
+        "after training": tuple(results[f"eval_{k}"] for k in of_hidden),
     }
     assert [line.split("  ")[0] for line in lines[2:]] == list(expected)
     for line, (loss, perplexity, accuracy) in zip(lines[2:], expected.values(), strict=True):

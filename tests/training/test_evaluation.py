@@ -171,7 +171,7 @@ def test_verdict_weighs_the_difference_by_its_standard_error(below, error, said)
 
 def test_verdict_names_both_baselines_and_the_set():
     results = {f"eval_own_below_{name}_masked": value for name, value in (("unigram", 0.2), ("neighbours", -0.03))}
-    results |= {f"{name}_stderr": 0.01 for name in results} | {"eval_own_clusters": 31}
+    results |= {f"{name}_stderr": 0.01 for name in results} | {"eval_own_clusters": 31, "eval_own_samples": 40}
     assert verdicts(results) == [
         "Verdict on own: the model predicts hidden residues better than their frequencies do, by 0.2000 ± 0.0100 "
         "nats, and worse than their neighbours do, by 0.0300 ± 0.0100 nats (± over 31 clusters): has learnt "
@@ -329,7 +329,8 @@ def test_eval_dataset_replaces_the_validation_split(dataset, tmp_path):
     exact = (*SHARED, "eval_unigram_loss", "test_loss")
     assert {key: results[0][key] for key in exact} == {key: results[1][key] for key in exact}
     assert results[0]["eval_samples"] == len(store)
-    said = train(arrow, tmp_path / "none", expect=2, eval_dataset=tmp_path / "absent.fasta", **flags)
+    flags |= {"eval_dataset": tmp_path / "absent.fasta"}
+    said = train(arrow, tmp_path / "none", expect=2, **flags)
     assert "--eval_dataset" in said
     assert not (tmp_path / "none").exists()
 

@@ -258,8 +258,9 @@ def test_log_has_step_lines_and_blocks(evaluated_run):
     assert said.count("Held-out loss") == 4  # at steps 0, 4, 8, 12: the end is the last of them
     (held_out,) = [line for line in said.splitlines() if "Held-out loss" in line][-1:]
     results = read(output_dir / "all_results.json")
-    assert f"Held-out loss {results['eval_loss']:.4f} (residue frequencies alone: " in held_out
-    assert f" {results['eval_unigram_loss']:.4f}), perplexity" in held_out
+    of_hidden = f"{results['eval_loss_masked']:.4f} of {results['eval_masked_tokens']} hidden residues"
+    assert f"Held-out loss {of_hidden} (by their frequencies " in held_out
+    assert f" {results['eval_neighbours_loss_masked']:.4f}), perplexity" in held_out
     last = rows(output_dir)[-1]
     assert {key: last[key] for key in last if key in results and key.startswith("eval")} == {
         key: results[key] for key in results if key.startswith("eval")

@@ -89,7 +89,7 @@ def test_tensorboard_resume_has_each_step_once(dataset, tmp_path):
         "perf/step_seconds": "step_seconds",
         "train/grad_norm": "grad_norm",
         "eval/loss": "eval_loss",
-        "eval/unigram_loss": "eval_unigram_loss",
+        "eval/unigram_loss_masked": "eval_unigram_loss_masked",
         "eval/perplexity": "perplexity",
     }.items():
         assert after[tag] == pytest.approx({row["step"]: row[name] for row in rows(out) if name in row}), tag
