@@ -63,7 +63,9 @@ def sh(script: str, cwd: Path, timeout: int = 600) -> subprocess.CompletedProces
     return run(["bash", "-euo", "pipefail", "-c", script], timeout, cwd=cwd, env=environment)
 
 
-ALARMS = re.compile(r"(?i)warn|deprecat|error|exception|traceback|fatal|fail|^\[?[WEF]\d{4}\b|could not|cannot", re.M)
+ALARMS = re.compile(
+    r"(?i)warn|deprecat|(?<!standard )error|exception|traceback|fatal|fail|^\[?[WEF]\d{4}\b|could not|cannot", re.M
+)
 
 
 def alarming(done: subprocess.CompletedProcess) -> list[str]:
