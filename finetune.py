@@ -30,13 +30,13 @@ from common.files.json_files import content_hash, read_json, replace_directory, 
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import local_directory, model_hash
 from common.models.registry import NO_STOCK, encoder_family
+from common.training.software import software
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import SPLITS, TASKS, TaskSpec, read_examples
 from extras.downstream.metrics import about_intervals, shown, with_intervals
 from extras.downstream.results import RESULTS
 from extras.export import final_model_of, is_checkpoint
 from extras.model_card import rows as table_rows
-from extras.model_card import software
 
 logger = logging.getLogger(__name__)
 RESAMPLES = 200  # of the held-out proteins, for the intervals

@@ -6,24 +6,16 @@ It repeats no text of the user's: no paths, names or hosts, only numbers, hashes
 from __future__ import annotations
 
 import math
-import platform
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from huggingface_hub import EvalResult, ModelCardData
 
 from common.models.layers.hf_directory import Export
 from common.training.run_logger import BASELINES
+from common.training.software import software
 
-ROOT = Path(__file__).resolve().parent.parent
-PROJECT = "esm2-pretraining"
 # Flags of a run whose values, numbers or a choice of these, a card shows.
 FLAGS = (
     *("max_steps", "optim", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "max_seq_length"),
@@ -32,7 +24,6 @@ FLAGS = (
 )
 OPTIMISERS = ("adamw_torch_fused", "muon")
 SPLITS = {"eval": "validation", "test": "test"}
-COMMIT = re.compile(r"[0-9a-f]{40}")
 LICENSE = "unknown"  # an identifier of the Hub's
 
 
@@ -146,39 +137,3 @@ def shown_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value = flags.get(name)
         if type(value) in (bool, int, float) or (name == "optim" and value in OPTIMISERS):
             yield f"`--{name}`", f"{value}"
-
-
-def software() -> str:
-    """This project's version and commit, Python's and the libraries'."""
-    parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    parts.append(f"transformers {transformers.__version__}")
-    with suppress(OSError, KeyError, tomllib.TOMLDecodeError, metadata.PackageNotFoundError):
-        if (file := ROOT / "pyproject.toml").exists():
-            version = tomllib.loads(file.read_text())["project"]["version"]
-        else:  # installed from a wheel
-            version = metadata.version(PROJECT)
-        parts.insert(0, f"{PROJECT} {version}")
-    if found := commit(ROOT):
-        parts.insert(1, f"commit {found[:12]}")
-    return ", ".join(parts)
-
-
-def commit(root: Path) -> str | None:
-    """The commit of a checkout, read from git's files: starting git would take longer than the export."""
-    with suppress(OSError, ValueError):
-        directory = root / ".git"
-        if directory.is_file():  # of a worktree
-            directory = root / directory.read_text().partition("gitdir:")[2].strip()
-        head = (directory / "HEAD").read_text().strip()
-        name = head.removeprefix("ref: ")
-        if name == head:
-            return head if COMMIT.fullmatch(head) else None
-        shared = directory / "commondir"
-        place = directory / shared.read_text().strip() if shared.is_file() else directory
-        if (place / name).is_file():
-            found = (place / name).read_text().strip()
-        else:
-            packed = (place / "packed-refs").read_text().splitlines()
-            found = next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
-        return found if COMMIT.fullmatch(found) else None
-    return None

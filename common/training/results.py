@@ -23,6 +23,7 @@ from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from common.training.progress import RunPlan, TrainerState
 from common.training.resume import short_identity
+from common.training.software import software
 from common.training.task import BuiltModel, Task
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ def weight_files(directory: str) -> str:
 
 
 def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], world: World) -> dict:
-    """The heading of the run's curves."""
+    """The heading of the run's curves, and with what it was made."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     flags = flat(args)
     return {
@@ -135,6 +136,7 @@ def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], wor
         "data": str(flags["dataset_dir"] or flags["dataset"]),
         "device": f"{device} x {world.size}, {'bf16' if args.precision.bf16 else 'fp32'}",
         "words": list(labels),
+        "software": software(),
     }
 
 

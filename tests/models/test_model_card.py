@@ -15,10 +15,10 @@ from common.models.esm2.convert import ADAPTER, KEPT, NOT_FITTED
 from common.models.esm2.model import build_model
 from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
+from common.training.software import commit
 from extras.decoders.config import DecoderConfig
 from extras.decoders.family import FAMILY as DECODERS
 from extras.decoders.model import DecoderForCausalLM
-from extras.model_card import commit
 from extras.text.tokenizers import ByteTokenizer
 from tests.models.reference import reference_model
 
