@@ -165,8 +165,11 @@ def draw(found: Found, path: Path) -> None:
         if found.start is not None and found.start - max(losses) < max(losses) - min(losses):  # else far above
             rates.axhline(found.start, color="black", linestyle=":", linewidth=1, label="starting weights")
     rates.set_xscale("log")
+    rates.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    rates.xaxis.set_major_formatter("{x:g}")
     rates.xaxis.set_minor_locator(LogLocator(subs=range(2, 10)))
     rates.xaxis.set_minor_formatter(NullFormatter())
+    rates.tick_params(axis="x", labelsize=8)
     rates.set_title("Loss of the trials", y=1.0)
     rates.set_xlabel("learning rate")
     for axis in (curves, rates):
