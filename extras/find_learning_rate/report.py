@@ -166,7 +166,7 @@ def draw(found: Found, path: Path) -> None:
             rates.axhline(found.start, color="black", linestyle=":", linewidth=1, label="starting weights")
     rates.set_xscale("log")
     rates.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    rates.xaxis.set_major_formatter("{x:g}")
+    rates.xaxis.set_major_formatter(lambda rate, _: f"{rate:.0e}".replace("e-0", "e-"))
     rates.xaxis.set_minor_locator(LogLocator(subs=range(2, 10)))
     rates.xaxis.set_minor_formatter(NullFormatter())
     rates.tick_params(axis="x", labelsize=8)
