@@ -97,7 +97,7 @@ def main() -> None:
     text += [
         f"A fresh clone, {count:,} proteins in `{PROTEINS}`; packages come from a mirror nearby. Memory is that of"
     ]
-    text += ["the largest process; loss in nats, of held-out proteins.", ""]
+    text += ["the largest process; loss in nats, of the hidden residues of held-out proteins.", ""]
     text += ["| command | time | memory | disk | held-out loss at the end |", "|---|--:|--:|--:|---|", *rows]
     publish("\n".join(text), args.output)
 

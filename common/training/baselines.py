@@ -117,7 +117,7 @@ class Baselines:
                         proteins[number - 1, records] = np.bincount(sequence, losses, minlength=len(records))
         total = partial(_total, world)
         results = {}
-        for (name, of), (loss, correct, number) in zip(kinds, total(sums), strict=True):
+        for (name, of), (loss, correct, number) in zip(kinds, total(sums).tolist(), strict=True):
             if number:
                 results |= {
                     f"{prefix}_{name}_loss{of}": loss / number,

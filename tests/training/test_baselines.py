@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -17,9 +18,9 @@ from common.data.training_data import EVAL_SEED, PreparedData, held_out_masks
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.baselines import Baselines, given_shown
-from common.training.protein_losses import read_losses
+from common.training.protein_losses import mean_and_error, read_losses
 from tests.training.test_evaluation import by_loop, questions
-from tests.training_fixtures import arguments, train
+from tests.training_fixtures import NUM_VALIDATION, arguments, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 TOKENS = TokenSet(8, pad=1, mask=7, unknown=0, residues=(2, 6), replacements=(2, 3, 4))  # 5 and 6: never put in
@@ -152,3 +153,28 @@ def test_run_reports_differences_that_are_paired_by_protein(dataset, tmp_path):
     assert (kept.questions, step) == (unigram.questions, 4)
     assert kept.loss_sum == pytest.approx(loss, rel=1e-5)
     assert kept.masked.tolist() == number.tolist()
+
+
+def test_errors_are_over_clusters_where_the_data_have_them(dataset, tmp_path):
+    """The index that step 1 writes with --cluster: four proteins each."""
+    arrow = tmp_path / "arrow"
+    shutil.copytree(dataset, arrow)
+    (arrow / "validation" / "clusters").mkdir()
+    for name, values in (("offsets", range(0, NUM_VALIDATION + 1, 4)), ("members", range(NUM_VALIDATION))):
+        np.save(arrow / "validation" / "clusters" / f"{name}.npy", np.array(values, np.uint32))
+    train(arrow, tmp_path / "out", max_steps=2, do_eval=True)
+    train(dataset, tmp_path / "alone", max_steps=2, do_eval=True)
+    results, alone = (json.loads((tmp_path / out / "eval_results.json").read_text()) for out in ("out", "alone"))
+    losses, _ = read_losses(tmp_path / "out" / "eval_losses.parquet")
+    assert losses.clusters.tolist() == [number // 4 for number in range(NUM_VALIDATION)]
+    assert results["eval_clusters"] == NUM_VALIDATION // 4
+    assert "eval_clusters" not in alone
+    data = arguments(dataset).data
+    opened = PreparedData(data, ESM2_TOKENS)
+    asked = opened.held_out("validation"), data, held_out_masks(data, ESM2_TOKENS), ALONE
+    theirs = Baselines(opened.sample(), ESM2_TOKENS).losses(*asked).proteins
+    for name in ("unigram", "neighbours"):
+        mean, error = mean_and_error(theirs[name] - losses.loss_sum, losses.masked, losses.clusters)
+        assert results[f"eval_below_{name}_masked"] == pytest.approx(mean, rel=1e-9)
+        assert results[f"eval_below_{name}_masked_stderr"] == pytest.approx(error, rel=1e-9)
+        assert error != pytest.approx(alone[f"eval_below_{name}_masked_stderr"], rel=1e-3)

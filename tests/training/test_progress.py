@@ -21,7 +21,7 @@ from common.training.progress import RunPlan, StepResult, TrainerState, plan_run
 from common.training.results import training_results
 from common.training.resume import check_same_data
 from tests.data_fixtures import load_script
-from tests.training_fixtures import arguments, flags_of, on_ranks, train
+from tests.training_fixtures import arguments, flags_of, on_ranks, rows, train
 
 PLAN = RunPlan(PacksPerStep.of(4), PacksPerStep.of(2), 10, 1, 10, 0, 0, 5)
 IMPLEMENTATION = {"backend": "torch", "gelu": "exact", "formats": {}}
@@ -234,3 +234,20 @@ def test_check_same_data_accepts_identity_of_earlier_version():
         check_same_data(earlier | {"seed": 2}, now, lambda: earlier)
     with pytest.raises(UserError, match=r"data have changed since the checkpoint \(.* was b{12}, 240 records; now a"):
         check_same_data(earlier | {"seed": 1}, now, lambda: {"dataset": "c"})
+
+
+def test_steps_without_a_target_have_no_loss(dataset, tmp_path):
+    """Packs of 128 tokens, of which one in 500 is selected: most have none."""
+    flags = {"mlm_probability": 0.002, "tokens_per_pack": 128, "max_steps": 12, "save_steps": 5}
+    train(dataset, tmp_path / "whole", **flags)
+    train(dataset, tmp_path / "parts", **flags, stop_at_step=7)
+    train(dataset, tmp_path / "parts", **flags)
+    for out in (tmp_path / "whole", tmp_path / "parts"):
+        history = rows(out)
+        losses = [row["step_loss"] for row in history if "step_loss" in row]
+        assert [row["step"] for row in history] == list(range(1, 13))
+        assert 1 <= len(losses) <= 6
+        assert min(losses) > 1, "of random weights, not zero"
+        assert [row["loss"] for row in history if "loss" in row] == losses
+        results = json.loads((out / "train_results.json").read_text())
+        assert results["train_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
