@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from docs.make_flags import table  # noqa: E402
-from docs.script_figures import HEAD, SCRIPTS  # noqa: E402
+from docs.script_figures import HEAD, SCRIPTS, TABLES  # noqa: E402
 
 # (key, unit, meaning). <file>, <range>: see the page.
 TRAINING = [
@@ -241,8 +241,8 @@ Keys of `metrics.jsonl`, every `--eval_steps`, and of `eval_results.json`. `test
 split, as `test_...` and `test_perplexity`, without contacts, mutations and probes. Sets of `--eval_dataset NAME=...`
 have `eval_NAME_...`. An evaluation selects 15 % of the residues (`--eval_mlm_probability`), always the same; of those
 80 % are hidden behind `<mask>` (`--eval_mask_replace_prob`), half of the rest stays, and half is replaced. Without a
-residue of a kind there is no loss of it. `<file>`: a file's name without its
-ending. `<range>`: `short` (6 to 11 residues apart), `medium` (12 to 23) or `long`; L: the chain's length.
+residue of a kind there is no loss of it. `<file>`: a file's name without its ending. `<range>`: `short` (6 to 11
+residues apart), `medium` (12 to 23) or `long`; L: the chain's length.
 
 {table(head, code(EVALUATION))}
 ## Of the whole run
@@ -256,13 +256,19 @@ Keys of `train_results.json` beside `epoch`. `all_results.json` has those of all
 def scripts_section() -> str:
     """The part of the page that is about the scripts after training."""
     sections = "\n".join(f"### {script}\n\n{table(HEAD, code(rows))}" for script, rows in SCRIPTS.items())
+    tables = "\n".join(f"### {command}\n\n{table(HEAD, rows)}" for command, rows in TABLES.items())
     return f"""## Of the scripts after training
 
 Numbers in the files that they write; those that they print are among them. `[value, low, high]`: a number with its
 interval. `<range>` as above; `<metric>`: as of `eval_probe_<file>_<metric>`; `<split>`: `validation`, `test`, also
 `train` of counts. `generate.py` writes and prints text alone. More: [after.md](after.md).
 
-{sections}"""
+{sections}
+## Of searches and comparisons
+
+Columns of the tables that they print and write.
+
+{tables}"""
 
 
 def files_page() -> str:

@@ -168,3 +168,31 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
         (".complete.json: results.duplicates", "proteins", "whose id is repeated", NONE, NONE),
     ],
 }
+
+# {command: rows as of HEAD, of its table's columns}.
+TABLES: dict[str, list[tuple[str, str, str, str, str]]] = {
+    "--find_learning_rate": [
+        (
+            "training loss",
+            "nats",
+            "selected residues of the trial's last fifth of steps",
+            "the other trials",
+            NONE,
+        ),
+        ("held-out loss", "nats", "hidden residues of the first 1,000 held-out proteins", "the other trials", NONE),
+        ("below the start", "nats", "the same residues", "the starting weights", "over proteins or clusters, paired"),
+        ("above the best", "nats", "the same residues", "the best trial", "over proteins or clusters, paired"),
+    ],
+    "python -m extras.compare": [
+        ("loss", "nats", "hidden residues of the validation split; mean of the seeds", "the other rows", "over seeds"),
+        ("perplexity", "", "exp of it", "the other rows", NONE),
+        (
+            "below A",
+            "nats",
+            "the same residues and seeds",
+            "the first row, or `--baseline`",
+            "`± proteins`: over proteins or clusters; `± seeds`: over seeds; a verdict counts both",
+        ),
+        ("loss, all", "nats", "all selected residues (`eval_loss`)", "published losses", "over seeds"),
+    ],
+}
