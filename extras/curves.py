@@ -7,14 +7,8 @@ import math
 from pathlib import Path
 
 from common.files.json_files import read_json_lines
-from common.training.run_logger import (
-    BASELINES,
-    METRICS,
-    PlotLabels,
-    held_out_key,
-    held_out_prefixes,
-    read_run_info,
-)
+from common.training.run_logger import METRICS, PlotLabels, read_run_info
+from common.training.verdict import BASELINES, held_out_key, held_out_prefixes
 
 COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:pink")  # of held-out sets
 FEW = 50  # rows: up to here points are drawn, too

@@ -13,8 +13,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from common.models.layers.hf_directory import Export
-from common.training.run_logger import BASELINES
 from common.training.software import software
+from common.training.verdict import BASELINES
 
 # Flags of a run whose values, numbers or a choice of these, a card shows.
 FLAGS = (

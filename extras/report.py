@@ -9,15 +9,8 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
-from common.training.run_logger import (
-    BASELINES,
-    METRICS,
-    PlotLabels,
-    held_out_key,
-    held_out_prefixes,
-    read_run_info,
-    verdicts,
-)
+from common.training.run_logger import METRICS, PlotLabels, read_run_info
+from common.training.verdict import BASELINES, held_out_key, held_out_prefixes, verdicts
 from extras.curves import draw_curves, read_results
 
 NAMES = {"unigram": "unigram predictor", "neighbours": "neighbour predictor"}

@@ -19,7 +19,6 @@ from common.flags import Flags, Missing, flag
 from common.models.layers.backend import BackendFlags
 from common.models.registry import Family
 from common.precision.plan import PrecisionFlags
-from common.training.best import BestFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.optim import OptimizerFlags
 from common.training.run_logger import LogFlags
@@ -120,6 +119,43 @@ class DownstreamFlags(Flags):
 
     def check(self) -> None:
         self.require_above(0, "eval_downstream_steps")
+
+
+@dataclass(frozen=True)
+class BestFlags(Flags):
+    group = "training and evaluation"
+    unlisted = (
+        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        *("early_stopping_patience", "early_stopping_threshold"),
+    )
+
+    load_best_model_at_end: bool = flag(
+        False, "Save at each best evaluation; at the end load that model, which results and final_model/ are then of."
+    )
+    metric_for_best_model: str | None = flag(
+        None, "A result of evaluations. Default: eval_loss_masked; of a decoder eval_loss."
+    )
+    greater_is_better: bool | None = flag(None, "Of that result. Default: unless it is a loss or a perplexity.")
+    early_stopping_patience: int | None = flag(None, "End after so many evaluations in a row that are no better.")
+    early_stopping_threshold: float = flag(0.0, "By how much one must be better, for --early_stopping_patience.")
+
+    @property
+    def given(self) -> str | None:
+        """The flag for which evaluations are compared, if any."""
+        names = ("load_best_model_at_end", "early_stopping_patience")
+        return next((f"--{name}" for name in names if getattr(self, name)), None)
+
+    def missing(self) -> Iterator[Missing]:
+        depend = ("metric_for_best_model", "greater_is_better")
+        alone = next((name for name in depend if getattr(self, name) is not None), None)
+        if alone and not self.given:
+            yield Missing("--load_best_model_at_end", f"--{alone} is for it, or for --early_stopping_patience")
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            yield Missing("--early_stopping_patience", "--early_stopping_threshold goes with it", "3")
+
+    def check(self) -> None:
+        self.require_at_least(1, "early_stopping_patience")
+        self.require_at_least(0, "early_stopping_threshold")
 
 
 @dataclass(frozen=True)

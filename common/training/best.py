@@ -9,60 +9,22 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from common.cli import UserError
-from common.flags import Flags, Missing, flag
-
-if TYPE_CHECKING:
-    from common.distributed.strategy import Strategy
-    from common.training.checkpoint import Checkpointer
-    from common.training.progress import RunPlan, TrainerState
-    from common.training.task import BuiltModel
+from common.distributed.strategy import Strategy
+from common.training.arguments import BestFlags
+from common.training.checkpoint import Checkpointer
+from common.training.progress import RunPlan, TrainerState
+from common.training.resume import damage_of, read_state
+from common.training.task import BuiltModel
 
 logger = logging.getLogger(__name__)
 
 DOWNSTREAM = re.compile(r"eval_(contacts|mutations|probe)_.+")
 LOSSES = re.compile(r".*(loss|perplexity).*")  # less is better
-
-
-@dataclass(frozen=True)
-class BestFlags(Flags):
-    group = "training and evaluation"
-    unlisted = (
-        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-        *("early_stopping_patience", "early_stopping_threshold"),
-    )
-
-    load_best_model_at_end: bool = flag(
-        False, "Save at each best evaluation; at the end load that model, which results and final_model/ are then of."
-    )
-    metric_for_best_model: str | None = flag(
-        None, "A result of evaluations. Default: eval_loss_masked; of a decoder eval_loss."
-    )
-    greater_is_better: bool | None = flag(None, "Of that result. Default: unless it is a loss or a perplexity.")
-    early_stopping_patience: int | None = flag(None, "End after so many evaluations in a row that are no better.")
-    early_stopping_threshold: float = flag(0.0, "By how much one must be better, for --early_stopping_patience.")
-
-    @property
-    def given(self) -> str | None:
-        """The flag for which evaluations are compared, if any."""
-        names = ("load_best_model_at_end", "early_stopping_patience")
-        return next((f"--{name}" for name in names if getattr(self, name)), None)
-
-    def missing(self) -> Iterator[Missing]:
-        depend = ("metric_for_best_model", "greater_is_better")
-        alone = next((name for name in depend if getattr(self, name) is not None), None)
-        if alone and not self.given:
-            yield Missing("--load_best_model_at_end", f"--{alone} is for it, or for --early_stopping_patience")
-        if self.early_stopping_threshold and self.early_stopping_patience is None:
-            yield Missing("--early_stopping_patience", "--early_stopping_threshold goes with it", "3")
-
-    def check(self) -> None:
-        self.require_at_least(1, "early_stopping_patience")
-        self.require_at_least(0, "early_stopping_threshold")
 
 
 class Best:
@@ -113,8 +75,6 @@ class Best:
     ) -> TrainerState:
         """Load the checkpoint of the best evaluation, and return its state; all ranks together. A damaged one is left
         with a warning: the last model stays."""
-        from common.training.resume import damage_of, read_state
-
         step, world = state.best_global_step, checkpointer.world
         if step is None or step == state.step:
             return state

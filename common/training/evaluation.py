@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,13 @@ from common import console
 from common.data.collators import Batch, to_device
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
-from common.training.protein_losses import ProteinLosses
+from common.training.protein_losses import Evaluation, ProteinLosses
 from common.training.task import Task
 
 logger = logging.getLogger(__name__)
 
 # {name: (a model's output, its batch) -> scalar}, summed over the batch's targets; results have the mean over all.
 METRICS: dict[str, Callable[[Any, Batch], Tensor]] = {"accuracy": lambda output, batch: output.correct}
-
-
-class Evaluation(NamedTuple):
-    """Of a held-out split. results: by name, {} if the run was stopped meanwhile (on all ranks); losses: of its
-    proteins, None of text."""
-
-    results: dict[str, Any]
-    losses: ProteinLosses | None = None
 
 
 class Sums(Protocol):

@@ -10,6 +10,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,14 @@ class ProteinLosses:
         """How far the mean loss of a hidden residue is below a baseline's, and the standard error, as
         `mean_and_error`. baseline: float64 [n], its losses."""
         return mean_and_error(baseline - self.loss_sum, self.masked, self.clusters)
+
+
+class Evaluation(NamedTuple):
+    """Of a held-out split. results: by name, {} if the run was stopped meanwhile (on all ranks); losses: of its
+    proteins, None of text."""
+
+    results: dict[str, Any]
+    losses: ProteinLosses | None = None
 
 
 def mean_and_error(

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +25,7 @@ from common.distributed.world import World
 from common.files.json_files import JsonLinesLog, read_json_lines, write_json
 from common.flags import Flags, flag
 from common.training.protein_losses import ProteinLosses, write_losses
+from common.training.verdict import held_out_key, verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -92,51 +93,6 @@ def format_block(split: str, results: dict) -> str:
     shown = {k: _format_value(k, v) for k, v in sorted(results.items())}
     width, right = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
     return "\n".join([f"***** {split} metrics *****", *(f"  {k:<{width}} = {v:>{right}}" for k, v in shown.items())])
-
-
-# (key, name) of what a model is compared with, the weaker first.
-BASELINES = (("unigram", "their frequencies"), ("neighbours", "their neighbours"))
-
-
-def verdict(results: dict, prefix: str = "eval") -> str:
-    """Whether the model predicts the hidden residues of a held-out split better than the baselines, in a line; "" if
-    unknown. Better: by more than two standard errors of the difference."""
-    compared = []
-    for key, name in BASELINES:
-        if (below := results.get(f"{prefix}_below_{key}_masked")) is None:
-            continue
-        error = results.get(f"{prefix}_below_{key}_masked_stderr")
-        by = f"{abs(below):.4f}" if error is None else f"{abs(below):.4f} ± {error:.4f}"
-        noise = 2 * (error or 0.0)
-        how = "better than" if below > noise else "worse than" if below < -noise else "no better than"
-        compared.append((how, f"{how} {name} do, by {by} nats"))
-    if not compared:
-        return ""
-    units = f"{results[f'{prefix}_clusters']:,} clusters" if f"{prefix}_clusters" in results else "proteins"
-    texts = ", and ".join(text for _, text in compared)
-    of_set = "" if prefix == "eval" else f" on {prefix.removeprefix('eval_')}"
-    line = f"Verdict{of_set}: the model predicts hidden residues {texts} (± over {units})"
-    if all(how == "better than" for how, _ in compared):
-        return line
-    learnt = " has learnt composition, not context:" if compared[0][0] == "better than" else ""
-    return f"{line}:{learnt} train longer, look for a rate with --find_learning_rate, or look at the data"
-
-
-def verdicts(results: dict) -> list[str]:
-    """Those of all held-out sets, without the test split."""
-    return [line for prefix in held_out_prefixes([results]) if (line := verdict(results, prefix))]
-
-
-def held_out_prefixes(rows: Iterable[dict]) -> list[str]:
-    """Of the held-out sets that a run was evaluated on: "eval" of its validation split, "eval_NAME" of others."""
-    keys = sorted({key for row in rows for key in row if key.startswith("eval") and key.endswith("_samples")})
-    return [key.removesuffix("_samples") for key in keys]
-
-
-def held_out_key(rows: Iterable[dict], prefix: str = "eval") -> str:
-    """The key of a run's held-out loss in its rows: of hidden residues, or of all targets (decoders; before 0.5)."""
-    key = f"{prefix}_loss_masked"
-    return key if any(key in row for row in rows) else f"{prefix}_loss"
 
 
 def _format_value(key: str, value) -> str:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,8 @@ from common.models.layers.residual import Model
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
+from common.training.protein_losses import Evaluation
 from common.training.run_logger import PlotLabels
-
-if TYPE_CHECKING:
-    from common.training.evaluation import Evaluation
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
 Data = TypeVar("Data", bound=TrainingData)

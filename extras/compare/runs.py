@@ -20,7 +20,8 @@ from common.training.checkpoint_files import list_checkpoints
 from common.training.progress import HARMLESS
 from common.training.protein_losses import ProteinLosses, read_losses
 from common.training.resume import short_identity
-from common.training.run_logger import METRICS, LogFlags, held_out_key, read_run_info
+from common.training.run_logger import METRICS, LogFlags, read_run_info
+from common.training.verdict import held_out_key
 from extras.curves import read_results
 from extras.find_learning_rate.search import WITHOUT_EFFECT as OF_LOADING
 

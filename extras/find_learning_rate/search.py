@@ -33,9 +33,9 @@ from common.training.progress import TrainerState, plan_run
 from common.training.protein_losses import ProteinLosses, read_losses, write_losses
 from common.training.registry import task_of
 from common.training.run_directory import RunDirectory
-from common.training.run_logger import held_out_key
 from common.training.step import Stepper, StepPrefetcher
 from common.training.task import Build, Task
+from common.training.verdict import held_out_key
 from extras.find_learning_rate.report import Found, advice, draw, line, table
 from extras.find_learning_rate.trials import Trial, has_diverged, next_rate, read_results, recommended
 

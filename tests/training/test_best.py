@@ -12,7 +12,8 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainingArgument
 from transformers import TrainerState as StockState
 
 from common.cli import UserError
-from common.training.best import Best, BestFlags
+from common.training.arguments import BestFlags
+from common.training.best import Best
 from common.training.progress import TrainerState
 from common.training.protein_losses import read_losses
 from tests.training_fixtures import rows, run_training, train

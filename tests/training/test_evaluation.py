@@ -25,7 +25,7 @@ from common.models.esm2.model import build_model
 from common.training import masked_lm
 from common.training.masked_lm import MaskedLM
 from common.training.protein_losses import read_losses
-from common.training.run_logger import verdict, verdicts
+from common.training.verdict import verdict, verdicts
 from tests.data_fixtures import write_fasta
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 
