@@ -256,8 +256,10 @@ class Checkpointer:
         """Load model, optimizer and scales from a whole checkpoint of this model, of any strategy and world size."""
         from common.training.checkpoint_reader import Planner, Reader  # only a resumed run reads one
 
-        # torch makes an optimiser's state, for the checkpoint's to go to, only while no parameter has a gradient, and
-        # takes those that it makes away: `Strategy.keep_gradients` needs them back.
+        # torch makes an optimiser's state, for the checkpoint's to go to, only while it has none and no parameter has
+        # a gradient, and takes those that it makes away: `Strategy.keep_gradients` needs them back. After a step the
+        # state may lack parameters of which this rank has no rows.
+        self.optimizer.state.clear()
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:

@@ -132,6 +132,14 @@ def test_early_stopping_ends_the_run_for_good(best_run, dataset, tmp_path):
     assert rows(tmp_path)[-1]["step"] == best + 4 < 12
     assert (tmp_path / "final_model").exists()
     again = train(dataset, tmp_path, **flags)
+def test_best_model_of_a_sharded_optimiser(dataset, tmp_path):
+    """In which each rank has the state of the parameters that it has rows of."""
+    train(dataset, tmp_path, 2, script="train_mfsdp.py", **BEST)
+    results, evaluated = results_of(tmp_path), {row["step"]: row for row in rows(tmp_path) if "eval_loss" in row}
+    assert results["best_global_step"] < 12
+    assert results["eval_loss"] == pytest.approx(evaluated[results["best_global_step"]]["eval_loss"], rel=1e-6)
+
+
     assert f"Step {best + 4} of {best + 4} is done already: nothing to train" in again
 
 
