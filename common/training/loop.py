@@ -172,8 +172,10 @@ def train_steps(run: Run) -> Run:
     begin_training(run, first_row)
     if args.eval_on_start and state.step == 0:
         state.keep_row({"step": 0, "epoch": 0.0})
-    if state.unfinished_row is not None and not evaluate_and_log(run, state.unfinished_row):
-        raise Preempted
+    if state.unfinished_row is not None:
+        if not evaluate_and_log(run, state.unfinished_row):
+            raise Preempted
+        run = replace(run, plan=run.best.ended(plan, state))
     with world.raise_together():
         loader = task.steps(plan.packs_per_step, state.step, state.position, plan.last_step, plan.total_steps)
     learning_rate = replace(args.optimizer, warmup_steps=plan.warmup_steps).schedule(plan.total_steps)

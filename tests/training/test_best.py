@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -12,11 +14,13 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainingArgument
 from transformers import TrainerState as StockState
 
 from common.cli import UserError
+from common.distributed.stopping import PREEMPTED
 from common.training.arguments import BestFlags
 from common.training.best import Best
+from common.training.evaluation import Evaluator
 from common.training.progress import TrainerState
 from common.training.protein_losses import read_losses
-from tests.training_fixtures import rows, run_training, train
+from tests.training_fixtures import _main, flags_of, on_ranks, rows, run_training, train
 
 KNOWN = ["eval_loss_masked", "eval_loss", "eval_accuracy"]
 # Falls, rises, falls again a little, stays.
@@ -140,7 +144,26 @@ def test_best_model_of_a_sharded_optimiser(dataset, tmp_path):
     assert results["eval_loss"] == pytest.approx(evaluated[results["best_global_step"]]["eval_loss"], rel=1e-6)
 
 
-    assert f"Step {best + 4} of {best + 4} is done already: nothing to train" in again
+def test_early_stopping_by_an_interrupted_evaluation(best_run, dataset, tmp_path):
+    flags = BEST | {"early_stopping_patience": 2}
+    last = results_of(best_run)["best_global_step"] + 4
+    codes, _ = on_ranks(1, _signalled_in_evaluation, flags_of(dataset, tmp_path, **flags), last)
+    assert codes == [PREEMPTED]
+    assert f"Ending at step {last}: 2 evaluations" in train(dataset, tmp_path, **flags)
+    assert rows(tmp_path)[-1]["step"] == last
+
+
+def _signalled_in_evaluation(argv: list[str], at: int) -> None:
+    """A run that gets SIGTERM in the evaluation after `at` steps."""
+    whole = Evaluator.evaluate_split
+
+    def evaluate_split(self, step, *arguments):
+        if step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(self, step, *arguments)
+
+    Evaluator.evaluate_split = evaluate_split
+    _main(argv)
 
 
 def test_comparing_needs_evaluations(dataset, tmp_path):
