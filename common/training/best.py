@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,19 +24,22 @@ from common.training.task import BuiltModel
 logger = logging.getLogger(__name__)
 
 DOWNSTREAM = re.compile(r"eval_(contacts|mutations|probe)_.+")
-LOSSES = re.compile(r".*(loss|perplexity).*")  # less is better
+LOSSES = re.compile(r"(.*_)?(loss|perplexity)(_(masked|kept|random))?")  # less is better
 
 
 class Best:
     """Compares the evaluations of a run; what it has seen is in the TrainerState.
 
-    known: the results that an evaluation may have, the default metric first.
+    known: the results that an evaluation may have, the default metric first; downstream: `DownstreamFlags.given`, of
+    which the user names the results.
     """
 
-    def __init__(self, flags: BestFlags, known: list[str]):
+    def __init__(self, flags: BestFlags, known: list[str], downstream: Sequence[str] = ()):
         name = flags.metric_for_best_model or known[0]
         self.flags, self.metric = flags, name if name in known or name.startswith("eval_") else f"eval_{name}"
-        if flags.given and self.metric not in known and not DOWNSTREAM.fullmatch(self.metric):
+        evaluation = DOWNSTREAM.fullmatch(self.metric)
+        is_known = self.metric in known or (evaluation is not None and f"--eval_{evaluation[1]}" in downstream)
+        if flags.given and not is_known:
             raise UserError(f"--metric_for_best_model {name}: no result of this run's evaluations: {', '.join(known)}")
         greater = flags.greater_is_better
         self.sign = 1 if (not LOSSES.fullmatch(self.metric) if greater is None else greater) else -1
@@ -45,10 +48,12 @@ class Best:
         """Whether these results, after `state.step` steps, are the best so far. Those before the first step do not
         count, and neither do those of weights that skipped steps may have spoilt."""
         value = results.get(self.metric)
-        if value is None or math.isnan(value) or not state.step or state.skipped_lately:
+        if value is None or not state.step or state.skipped_lately:
+            return False
+        state.evaluations_without_gain += 1
+        if math.isnan(value):
             return False
         better_by = math.inf if state.best_metric is None else self.sign * (value - state.best_metric)
-        state.evaluations_without_gain += 1
         if better_by > self.flags.early_stopping_threshold:
             state.evaluations_without_gain = 0
         if better_by > 0:
@@ -76,7 +81,9 @@ class Best:
         """Load the checkpoint of the best evaluation, and return its state; all ranks together. A damaged one is left
         with a warning: the last model stays."""
         step, world = state.best_global_step, checkpointer.world
-        if step is None or step == state.step:
+        if step is None:
+            logger.warning("No evaluation has compared %s: the last model stays", self.metric)
+        if step in (None, state.step):
             return state
         path = checkpointer.output_dir / f"checkpoint-{step}"
         if damage := damage_of(path, world):

@@ -117,7 +117,7 @@ def set_up(
     task = task_of(args)(built, args, world)
     task.open(evaluates=args.do_eval)
     world.assert_same(task.data.identity)
-    evaluator, best = Evaluator(task, strategy), Best(args.best, task.compared)
+    evaluator, best = Evaluator(task, strategy), Best(args.best, task.compared, args.downstream.given)
     with world.raise_together():
         if directory and args.checkpoint.overwrite_output_dir and args.do_train:
             directory.overwrite()

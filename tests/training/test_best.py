@@ -22,9 +22,9 @@ from common.training.progress import TrainerState
 from common.training.protein_losses import read_losses
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, run_training, train
 
-KNOWN = ["eval_loss_masked", "eval_loss", "eval_accuracy"]
-# Falls, rises, falls again a little, stays.
-VALUES = [3.0, 2.5, 2.6, 2.49, 2.495, 2.49, 2.2, 2.3, 2.3, 2.3]
+KNOWN = ["eval_loss_masked", "eval_loss", "eval_accuracy", "eval_glossary_accuracy"]
+# Falls, rises, falls again a little, stays, is no number.
+VALUES = [3.0, 2.5, 2.6, 2.49, 2.495, 2.49, 2.2, 2.3, math.nan, 2.3]
 
 
 def results_of(directory) -> dict:
@@ -59,6 +59,7 @@ def test_early_stopping_ends_where_transformers_does(patience, threshold, tmp_pa
     ("metric", "greater", "values", "best_step"),
     [
         (None, None, [3.0, 2.0, 2.5], 2),
+        ("eval_glossary_accuracy", None, [0.1, 0.3, 0.2], 2),
         ("accuracy", None, [0.1, 0.3, 0.2], 2),
         ("eval_accuracy", False, [0.1, 0.3, 0.05], 3),
         ("loss", None, [3.0, math.nan, 2.9], 3),
@@ -79,7 +80,10 @@ def test_best_is_the_least_loss_or_the_greatest_of_others(metric, greater, value
 def test_unknown_metric_is_refused_before_training(dataset, tmp_path):
     with pytest.raises(UserError, match="--metric_for_best_model lloss: no result of this run's evaluations: eval_l"):
         Best(BestFlags(True, "lloss"), KNOWN)
-    Best(BestFlags(True, "eval_contacts_long_p_at_l"), KNOWN)
+    contacts = BestFlags(True, "eval_contacts_long_p_at_l")
+    Best(contacts, KNOWN, ["--eval_contacts"])
+    with pytest.raises(UserError, match="--metric_for_best_model eval_contacts_long_p_at_l: no result"):
+        Best(contacts, KNOWN, ["--eval_probe"])
     flags = {"do_eval": True, "eval_steps": 2, "load_best_model_at_end": True}
     said = train(dataset, tmp_path / "out", expect=2, metric_for_best_model="eval_lss", **flags)
     assert said.startswith("error: --metric_for_best_model eval_lss: no result")
@@ -126,6 +130,20 @@ def test_interrupted_run_has_the_same_best_model(best_run, dataset, tmp_path):
     assert results_of(tmp_path)["best_global_step"] == results_of(best_run)["best_global_step"]
     ours, whole = (load_file(out / "final_model" / "model.safetensors") for out in (tmp_path, best_run))
     assert all((ours[name] == whole[name]).all() for name in whole)
+
+
+def test_best_model_of_a_sharded_optimiser(dataset, tmp_path):
+    """In which each rank has the state of the parameters that it has rows of."""
+    train(dataset, tmp_path, 2, script="train_mfsdp.py", **BEST)
+    results, evaluated = results_of(tmp_path), {row["step"]: row for row in rows(tmp_path) if "eval_loss" in row}
+    assert results["best_global_step"] < 12
+    assert results["eval_loss"] == pytest.approx(evaluated[results["best_global_step"]]["eval_loss"], rel=1e-6)
+
+
+def test_run_without_a_value_of_the_metric_says_so(dataset, tmp_path):
+    (tmp_path / "two.fasta").write_text(">P1\nMA\n")
+    said = train(dataset, tmp_path / "out", **BEST | {"eval_dataset": [str(tmp_path / "two.fasta")], "max_steps": 2})
+    assert "No evaluation has compared eval_loss_masked: the last model stays" in said
 
 
 def test_early_stopping_ends_the_run_for_good(best_run, dataset, tmp_path):
