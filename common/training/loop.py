@@ -150,6 +150,7 @@ def set_up(
     strategy.sync_model_weights()
     plan = best.ended(plan_run(args, task.data, state, world), state)
     state.start(plan, built.implementation, task.data.identity, flat(args), grad_scale)
+    plan = best.ended(plan, state)
     announce(args, built, task.data, plan, state, world)
     first_row = plan.first_row(task.data, state) if args.do_train else None
     log.track(flat(args), first_row, anew=state.step == 0 and not resume.restarted)

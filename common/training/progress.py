@@ -31,6 +31,12 @@ HARMLESS = {
     "yes",
 }
 
+# Flags by which evaluations are compared (common.training.best): values before a change are of something else.
+COMPARED_BY = {
+    *("metric_for_best_model", "greater_is_better", "eval_dataset", "max_eval_samples"),
+    *("eval_mlm_probability", "eval_mask_replace_prob"),
+}
+
 # Types of the saved values that are used; others are only compared and shown.
 _SAVED = {
     "arguments": {
@@ -170,14 +176,18 @@ class TrainerState:
 
         implementation: `BuiltModel.implementation`.
         """
+        arguments = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in arguments.items()}
         arguments = {k: v for k, v in arguments.items() if isinstance(v, str | int | float | bool | None)}
         arguments |= {name: implementation[name] for name in KEPT if name in implementation}
         saved = self.arguments
-        changed = [
-            f"{k} {saved[k]} -> {v}" for k, v in arguments.items() if k not in HARMLESS and saved.get(k, v) != v
-        ]
+        changed = {
+            k: f"{k} {saved[k]} -> {v}" for k, v in arguments.items() if k not in HARMLESS and saved.get(k, v) != v
+        }
         if changed:  # not refused: another --save_steps is fine
-            logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed))
+            logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed.values()))
+        if self.best_metric is not None and changed.keys() & COMPARED_BY:
+            logger.info("The best evaluation so far, of step %s, is forgotten", self.best_global_step)
+            self.best_metric, self.best_global_step, self.evaluations_without_gain = None, None, 0
         self.data, self.arguments, self.resolved = identity, arguments, implementation | plan.to_json()
         self.packs_per_step, self.gradient_factor = plan.packs_per_step.plain, grad_scale
 

@@ -140,6 +140,18 @@ def test_best_model_of_a_sharded_optimiser(dataset, tmp_path):
     assert results["eval_loss"] == pytest.approx(evaluated[results["best_global_step"]]["eval_loss"], rel=1e-6)
 
 
+def test_best_by_other_flags_is_forgotten(dataset, tmp_path):
+    """A loss says nothing of an accuracy, nor of other proteins."""
+    train(dataset, tmp_path, **BEST | {"stop_at_step": 6})
+    own = {"metric_for_best_model": "accuracy", "eval_dataset": [str(dataset / "test")]}
+    said = train(dataset, tmp_path, **BEST | own)
+    changed = f"eval_dataset None -> {dataset / 'test'}, metric_for_best_model None -> accuracy"
+    assert all(each in said for each in changed.split(", "))
+    evaluated = [row for row in rows(tmp_path) if row["step"] > 6 and "eval_accuracy" in row]
+    best = max(evaluated, key=lambda row: row["eval_accuracy"])  # the first of equal ones
+    assert results_of(tmp_path)["best_global_step"] == best["step"]
+
+
 def test_run_without_a_value_of_the_metric_says_so(dataset, tmp_path):
     (tmp_path / "two.fasta").write_text(">P1\nMA\n")
     said = train(dataset, tmp_path / "out", **BEST | {"eval_dataset": [str(tmp_path / "two.fasta")], "max_steps": 2})
@@ -154,12 +166,7 @@ def test_early_stopping_ends_the_run_for_good(best_run, dataset, tmp_path):
     assert rows(tmp_path)[-1]["step"] == best + 4 < 12
     assert (tmp_path / "final_model").exists()
     again = train(dataset, tmp_path, **flags)
-def test_best_model_of_a_sharded_optimiser(dataset, tmp_path):
-    """In which each rank has the state of the parameters that it has rows of."""
-    train(dataset, tmp_path, 2, script="train_mfsdp.py", **BEST)
-    results, evaluated = results_of(tmp_path), {row["step"]: row for row in rows(tmp_path) if "eval_loss" in row}
-    assert results["best_global_step"] < 12
-    assert results["eval_loss"] == pytest.approx(evaluated[results["best_global_step"]]["eval_loss"], rel=1e-6)
+    assert f"Step {best + 4} of {best + 4} is done already: nothing to train" in again
 
 
 def test_early_stopping_by_an_interrupted_evaluation(best_run, dataset, tmp_path):
