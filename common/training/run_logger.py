@@ -81,11 +81,12 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def write_results(output_dir: Path, split: str, results: dict) -> None:
-    """`<split>_results.json`, and the same keys merged into all_results.json, as transformers' Trainer does."""
-    write_json(output_dir / f"{split}_results.json", results)
-    merged = output_dir / "all_results.json"
-    known = json.loads(merged.read_text()) if merged.exists() else {}
-    write_json(merged, known | results)
+    """`<split>_results.json`, and the same keys merged into all_results.json, as transformers' Trainer does. Earlier
+    results of the split are replaced in both."""
+    own, merged = output_dir / f"{split}_results.json", output_dir / "all_results.json"
+    known, earlier = (json.loads(path.read_text()) if path.exists() else {} for path in (merged, own))
+    write_json(own, results)
+    write_json(merged, {name: value for name, value in known.items() if name not in earlier} | results)
 
 
 def format_block(split: str, results: dict) -> str:

@@ -216,6 +216,8 @@ def test_results_are_merged_over_splits(tmp_path):
     write_results(tmp_path, "eval", {"eval_loss": 2.5, "epoch": 2.0})
     assert read(tmp_path / "train_results.json") == {"train_loss": 2.0, "epoch": 1.0}
     assert read(tmp_path / "all_results.json") == {"train_loss": 2.0, "eval_loss": 2.5, "epoch": 2.0}
+    write_results(tmp_path, "eval", {"eval_own_loss": 2.7, "epoch": 3.0})
+    assert read(tmp_path / "all_results.json") == {"train_loss": 2.0, "eval_own_loss": 2.7, "epoch": 3.0}
 
 
 def test_format_block_equals_guides():
