@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 # (key, name) of what a model is compared with, the weaker first.
@@ -17,15 +18,17 @@ def verdict(results: dict, prefix: str = "eval") -> str:
             continue
         error = results.get(f"{prefix}_below_{key}_masked_stderr")
         by = f"{abs(below):.4f}" if error is None else f"{abs(below):.4f} ± {error:.4f}"
-        noise = 2 * (error or 0.0)
+        noise = math.inf if error is None else 2 * error
         how = "better than" if below > noise else "worse than" if below < -noise else "no better than"
         compared.append((how, f"{how} {name} do, by {by} nats"))
     if not compared:
         return ""
     units = f"{results[f'{prefix}_clusters']:,} clusters" if f"{prefix}_clusters" in results else "proteins"
+    has_error = f"{prefix}_below_unigram_masked_stderr" in results
+    over = f"± over {units}" if has_error else "of a single protein or cluster: without an error"
     texts = ", and ".join(text for _, text in compared)
     of_set = "" if prefix == "eval" else f" on {prefix.removeprefix('eval_')}"
-    line = f"Verdict{of_set}: the model predicts hidden residues {texts} (± over {units})"
+    line = f"Verdict{of_set}: the model predicts hidden residues {texts} ({over})"
     if all(how == "better than" for how, _ in compared):
         return line
     learnt = " has learnt composition, not context:" if compared[0][0] == "better than" else ""

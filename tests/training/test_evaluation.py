@@ -160,7 +160,11 @@ def test_no_residue_is_no_loss(model, dataset, tmp_path, caplog):
         (0.01, 0.01, "no better than their frequencies do, by 0.0100 ± 0.0100 nats (± over proteins): train longer"),
         (-0.01, 0.01, "no better than their frequencies do, by 0.0100 ± 0.0100 nats (± over proteins): train longer"),
         (-0.1, 0.01, "worse than their frequencies do, by 0.1000 ± 0.0100 nats (± over proteins): train longer"),
-        (0.3, None, "better than their frequencies do, by 0.3000 nats"),
+        (
+            0.3,
+            None,
+            "no better than their frequencies do, by 0.3000 nats (of a single protein or cluster: without",
+        ),
     ],
 )
 def test_verdict_weighs_the_difference_by_its_standard_error(below, error, said):
