@@ -22,7 +22,7 @@ def held_out_table(output_dir: Path, prefix: str = "eval") -> str:
     results, rows = read_results(output_dir), read_json_lines(output_dir / METRICS)
     key = held_out_key((*rows, results), prefix)
     of = key.removeprefix(f"{prefix}_loss")  # _masked
-    keys = (key, f"{prefix}_perplexity{of}" if of else "perplexity", f"{prefix}_accuracy{of}")
+    keys = (key, "perplexity" if key == "eval_loss" else f"{prefix}_perplexity{of}", f"{prefix}_accuracy{of}")
     rows = [r for r in rows if key in r]
     labels = PlotLabels(*read_run_info(output_dir).get("words", ()))
     name = labels.held_out if prefix == "eval" else f"{prefix.removeprefix('eval_')}: {labels.held_out}"

@@ -41,9 +41,9 @@ def verdicts(results: dict) -> list[str]:
 
 
 def held_out_prefixes(rows: Iterable[dict]) -> list[str]:
-    """Of the held-out sets that a run was evaluated on: "eval" of its validation split, "eval_NAME" of others."""
-    keys = sorted({key for row in rows for key in row if key.startswith("eval") and key.endswith("_samples")})
-    return [key.removesuffix("_samples") for key in keys]
+    """Of the held-out sets that a run was evaluated on: "eval" of its validation split, then "eval_NAME" of others."""
+    keys = {key for row in rows for key in row if key.startswith("eval") and key.endswith("_samples")}
+    return sorted(key.removesuffix("_samples") for key in keys)
 
 
 def held_out_key(rows: Iterable[dict], prefix: str = "eval") -> str:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from common.files.json_files import JsonLinesLog
-from common.training.run_logger import read_run_info
+from common.training.run_logger import held_out_prefixes, read_run_info, write_results
 from extras.curves import draw_curves, read_results
 from extras.report import held_out_table
 from tests.forked import Script, run_script
@@ -133,6 +133,15 @@ def test_curves_title_names_model_and_data(tmp_path, count):
     assert len(columns) > 100
     orange = (plain[..., 0] > 240) & (abs(plain[..., 1] - 127) < 30) & (plain[..., 2] < 60)
     assert orange[: height // 2, : width // 2].sum() > 20, "steps skipped"
+
+
+def test_report_table_of_a_named_set_without_hidden_residues(tmp_path):
+    results = {"eval_loss": 2.0, "perplexity": 7.39, "eval_accuracy": 0.3, "eval_samples": 9}
+    results |= {"eval_own_loss": 1.0, "eval_own_perplexity": 2.72, "eval_own_accuracy": 0.5, "eval_own_samples": 4}
+    write_results(tmp_path, "eval", results)
+    assert held_out_prefixes([results]) == ["eval", "eval_own"]
+    shown = [held_out_table(tmp_path, prefix).splitlines()[-1].split()[-3:] for prefix in ("eval", "eval_own")]
+    assert shown == [["2.0000", "7.39", "30.0%"], ["1.0000", "2.72", "50.0%"]]
 
 
 def test_report_table_shows_before_unigram_and_after(evaluated_run):
