@@ -148,7 +148,7 @@ def set_up(
     grad_scale = strategy.grad_scale(world.size)
     built.precision.attach_restored(grad_scale / (state.gradient_factor or grad_scale))
     strategy.sync_model_weights()
-    plan = best.ended(plan_run(args, task.data, state, world), state)
+    plan = plan_run(args, task.data, state, world)
     state.start(plan, built.implementation, task.data.identity, flat(args), grad_scale)
     plan = best.ended(plan, state)
     announce(args, built, task.data, plan, state, world)

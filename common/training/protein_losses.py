@@ -103,4 +103,4 @@ def read_losses(path: Path) -> tuple[ProteinLosses, int]:
         )
         return losses, int(about["step"])
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        raise UserError(f"{path}: not losses of proteins ({one_line(error)}): evaluate the run again") from error
+        raise UserError(f"{path}: not losses of proteins ({one_line(error)}): remove it") from error

@@ -31,11 +31,12 @@ class Found:
 
     def above(self, rate: float, other: float) -> tuple[float, float] | None:
         """How far the loss at one rate is above that at another, and the standard error, paired over proteins; None
-        if either is unknown."""
+        if any of it is unknown."""
         if not {rate, other} <= self.proteins.keys():
             return None
         one, two = self.proteins[rate], self.proteins[other]
-        return mean_and_error(one.loss_sum - two.loss_sum, one.masked, one.clusters)
+        mean, error = mean_and_error(one.loss_sum - two.loss_sum, one.masked, one.clusters)
+        return (mean, error) if math.isfinite(error) else None
 
 
 def line(trial: Trial) -> str:

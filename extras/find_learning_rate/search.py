@@ -63,20 +63,18 @@ class Search:
         self.total_steps: int | None = None  # of the run
         self.start: float | None = None  # held-out loss of the starting weights
         self.baseline: float | None = None  # and of a predictor that learns nothing from context
-        self.proteins: dict[float, ProteinLosses] = {}  # by rate; 0: of the starting weights
+        self.proteins: dict[float, ProteinLosses] = {}  # by rate; 0: of the starting weights; on rank 0, which reports
         saved: dict[str, Any] = {}
         with world.on_main_rank():
             if directory:
                 saved = read_results(directory.path / RESULTS, self.settings)
+                rates = [0.0, *(trial["learning_rate"] for trial in saved["trials"])] if saved else []
+                files = {rate: losses_file(directory.path, rate) for rate in rates}
+                self.proteins = {rate: read_losses(file)[0] for rate, file in files.items() if file.exists()}
         if saved := world.broadcast_object(saved):
             self.trials = [Trial(**trial) for trial in saved["trials"]]
             self.identity, self.total_steps = saved["data"], saved["total_steps"]
             self.start, self.baseline = saved["start"], saved["baseline"]
-        if directory:  # rank 0 reports
-            files = {
-                rate: losses_file(directory.path, rate) for rate in (0.0, *(t.learning_rate for t in self.trials))
-            }
-            self.proteins = {rate: read_losses(file)[0] for rate, file in files.items() if saved and file.exists()}
 
     def try_rate(self, rate: float) -> None:
         """Run a trial, and keep its result."""
@@ -117,7 +115,7 @@ class Search:
         warmup = 0 if args.optimizer.warmup_steps == 0 else math.ceil(WARMUP * steps)
         stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
         with world.raise_together():
-            has_held_out = task.data.held_out("validation") is not None
+            has_held_out = task.data.held_out(next(iter(task.held_out))) is not None
         if has_held_out and self.start is None:
             self.start = self._held_out(task, strategy, 0.0, 0)
         strategy.model.train()
@@ -149,26 +147,33 @@ class Search:
         return Trial(rate, losses, eval_loss, diverged, tokens)
 
     def _held_out(self, task: Task, strategy: Strategy, rate: float, steps: int) -> float | None:
-        """The loss of the validation split after a trial's steps; keeps that of each protein."""
-        results, losses = task.evaluate(strategy.evaluated, "validation", "eval", steps)
+        """The loss of the first held-out set after a trial's steps; keeps that of each protein."""
+        split, prefix = next(iter(task.held_out.items()))
+        results, losses = task.evaluate(strategy.evaluated, split, prefix, steps)
         strategy.reshard()
         if not results:
             raise Preempted
-        if losses is not None and self.directory:
-            self.proteins[rate] = losses
-        self.baseline = results.get("eval_unigram_loss_masked")
-        return results.get(held_out_key([results]))
+        with self.world.raise_together():
+            if losses is not None and self.directory:
+                if any(each.questions != losses.questions for each in self.proteins.values()):
+                    raise self._changed("the held-out proteins")
+                self.proteins[rate] = losses
+        self.baseline = results.get(f"{prefix}_unigram_loss_masked")
+        return results.get(held_out_key([results], prefix))
 
     def _check_data(self, identity: dict) -> None:
         """UserError if they are not those of the earlier trials."""
         self.world.assert_same(identity)
         with self.world.raise_together():
             if self.identity not in (None, identity):
-                raise UserError(
-                    f"{self.args.checkpoint.output_dir}/{DIRECTORY}: the data have changed since its first trials: "
-                    "remove it to search again"
-                )
+                raise self._changed("the data")
         self.identity = identity
+
+    def _changed(self, what: str) -> UserError:
+        return UserError(
+            f"{self.args.checkpoint.output_dir}/{DIRECTORY}: {what} have changed since its first trials: remove it to "
+            "search again"
+        )
 
 
 def losses_file(directory: Path, rate: float) -> Path:

@@ -78,5 +78,5 @@ def test_losses_are_kept_as_they_are(tmp_path):
     assert [str(field.type) for field in table.schema] == ["double", "int32"], "12 bytes a protein"
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
     for name in ("c", "absent"):
-        with pytest.raises(UserError, match=rf"{name}.parquet: not losses of proteins .*: evaluate the run again"):
+        with pytest.raises(UserError, match=rf"{name}.parquet: not losses of proteins .*: remove it"):
             read_losses(tmp_path / f"{name}.parquet")

@@ -17,7 +17,14 @@ from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
 from common.training.protein_losses import read_losses
 from common.training.registry import parse_run
-from extras.find_learning_rate.search import DIRECTORY, PICTURE, RESULTS, TABLE, find_learning_rate
+from extras.find_learning_rate.search import (
+    DIRECTORY,
+    PICTURE,
+    RESULTS,
+    TABLE,
+    find_learning_rate,
+    losses_file,
+)
 from extras.find_learning_rate.trials import LAST_PART
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
@@ -163,6 +170,26 @@ def test_search_refuses_other_flags_and_other_content(dataset, tmp_path):
     (tmp_path / DIRECTORY / RESULTS).write_text(json.dumps(saved | {"data": {"dataset": "another"}}))
     with pytest.raises(UserError, match="the data have changed since its first trials"):
         search()
+    (tmp_path / DIRECTORY / RESULTS).write_text(kept)
+    losses_file(tmp_path / DIRECTORY, 0.0).write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"losses-0.parquet: not losses of proteins .*: remove it"):
+        search()
+
+
+def test_search_compares_on_a_named_set_without_a_validation_split(dataset, tmp_path):
+    only_train, own = tmp_path / "data", tmp_path / "own"
+    only_train.mkdir()
+    (only_train / "train").symlink_to(dataset / "train")
+    own.symlink_to(dataset / "test")
+    given = FIND | {"find_steps": 2, "output_dir": str(tmp_path), "find_minutes": 1e-9, "eval_dataset": [f"own={own}"]}
+    find_learning_rate(arguments(only_train, **given), build, alone())
+    found, (losses, _) = results(tmp_path), read_losses(losses_file(tmp_path / DIRECTORY, 0.0))
+    assert found["start"] == pytest.approx(losses.loss_sum.sum() / losses.masked.sum(), rel=1e-9)
+    assert found["baseline"] is not None
+    own.unlink()
+    own.symlink_to(dataset / "validation")
+    with pytest.raises(UserError, match="the held-out proteins have changed since its first trials: remove it"):
+        find_learning_rate(arguments(only_train, **given | {"find_minutes": 9.0}), build, alone())
 
 
 @pytest.mark.parametrize(

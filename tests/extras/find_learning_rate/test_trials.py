@@ -134,5 +134,8 @@ def test_report_compares_in_pairs_over_proteins(tmp_path):
     alike = Found(trials, start=2.5, proteins=proteins | {1.0: of_proteins(2.49, 7)})
     text = "\n".join(advice(alike, None, False))
     assert "Not told apart from the best, by two standard errors over proteins: 1." in text
+    single = {rate: ProteinLosses(each.loss_sum[:1], each.masked[:1]) for rate, each in proteins.items()}
+    unknown = Found(trials, start=2.5, proteins=single)  # an error over one protein
+    assert not any("nan" in line or "No rate" in line for line in [*table(unknown), *advice(unknown, None, False)])
     draw(found, tmp_path / "found.png")
     assert imread(tmp_path / "found.png").std() > 0.05
