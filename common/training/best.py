@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.cli import UserError
+from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy
 from common.training.arguments import BestFlags
 from common.training.checkpoint import Checkpointer
@@ -59,6 +60,14 @@ class Best:
         if better_by > 0:
             state.best_metric, state.best_global_step = value, state.step
         return better_by > 0
+
+    def evaluates_last(self, data: TrainingData, state: TrainerState) -> bool:
+        """Whether the run ends here, at a step that may have the best model."""
+        return self.flags.load_best_model_at_end and data.finished(state.step, state.position)
+
+    def saves(self, state: TrainerState) -> bool:
+        """Whether this step is the best so far, and its model is needed at the end."""
+        return self.flags.load_best_model_at_end and state.best_global_step == state.step
 
     def ends(self, state: TrainerState) -> bool:
         """Whether the run is over by --early_stopping_patience."""

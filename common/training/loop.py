@@ -30,7 +30,7 @@ from common.training.interval import Interval
 from common.training.optim import set_hyperparameters
 from common.training.progress import RunPlan, TrainerState, plan_run
 from common.training.registry import task_of
-from common.training.results import announce, export_model, run_info, training_results
+from common.training.results import announce, export_model, run_info, training_results, write_evaluations
 from common.training.resume import ResumePlan, plan_resume
 from common.training.run_directory import RunDirectory
 from common.training.run_logger import RunLogger, peak_flops
@@ -214,9 +214,7 @@ def train_steps(run: Run) -> Run:
             limit.after_step(state.step, seconds)
             collect(state.step)
             interval.add_monitored(run.monitor.after_step(state.step, waited))
-            evaluates = plan.evaluates(state.step)
-            if args.best.load_best_model_at_end:  # the last step's model may be the best
-                evaluates = evaluates or task.data.finished(state.step, state.position)
+            evaluates = plan.evaluates(state.step) or run.best.evaluates_last(task.data, state)
             if evaluates or state.step % args.log.logging_steps == 0 or state.step == 1 or run.done:
                 row = interval.row(state, plan.total_steps, lr, result, world, peak)
                 interval = Interval()
@@ -225,10 +223,9 @@ def train_steps(run: Run) -> Run:
                 elif not evaluate_and_log(run, row):
                     stopped = True
                     break
-                else:
-                    run = replace(run, plan=run.best.ended(run.plan, state))
-            is_best = args.best.load_best_model_at_end and state.best_global_step == state.step
-            if saves.is_due(state.step, bool(state.skipped_lately), prefetcher.save_requested or is_best):
+                run = replace(run, plan=run.best.ended(run.plan, state))
+            requested = prefetcher.save_requested or run.best.saves(state)
+            if saves.is_due(state.step, bool(state.skipped_lately), requested):
                 interval.add_checkpoint(save(run, saves))
         save(run, saves)
         run.monitor.close(state.step)
@@ -297,26 +294,11 @@ def end(run: Run) -> None:
         state = run.best.load(state, run.checkpointer, run.strategy, run.built)
     if args.do_eval:
         logger.info("*** Evaluate ***")
-        evaluate_last(run, state)
+        if not write_evaluations(run.evaluator, log, args, state):
+            raise Preempted
     if args.do_train:
         log.trainer_state(asdict(run.state))
     if is_complete if args.save_final_model is None else args.save_final_model:
         export_model(task, state, world, run.strategy.full_tensor, run.evaluator.fitted(), run.evaluator.results)
     if args.do_train:
         log.draw_last()
-
-
-def evaluate_last(run: Run, state: TrainerState) -> None:
-    """Evaluate on all held-out sets and the test split, and write the results. state: of the model."""
-    evaluator, about = run.evaluator, {"epoch": state.epoch}
-    if run.args.best.load_best_model_at_end:
-        about |= {"best_global_step": state.step}
-    if all(map(evaluator.has, run.task.held_out)):
-        if not (results := evaluator.evaluate(state.step, downstream=True)):
-            raise Preempted
-        run.log.results("eval", state.step, about | results, of_training=run.args.do_train)
-    if evaluator.has("test"):
-        if not (results := evaluator.evaluate_split(state.step, "test", "test").results):
-            raise Preempted
-        run.log.results("test", state.step, about | results, of_training=run.args.do_train)
-    run.log.losses(evaluator.losses(), state.step)

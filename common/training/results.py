@@ -21,8 +21,10 @@ from common.flags import flat
 from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
+from common.training.evaluation import Evaluator
 from common.training.progress import RunPlan, TrainerState
 from common.training.resume import short_identity
+from common.training.run_logger import RunLogger
 from common.training.software import software
 from common.training.task import BuiltModel, Task
 
@@ -164,6 +166,26 @@ def training_results(state: TrainerState, implementation: dict[str, Any], num_ex
         "train_tokens_per_second": state.tokens / seconds,
         "train_unknown_characters": state.unknown,
     }
+
+
+def write_evaluations(evaluator: Evaluator, log: RunLogger, args: RunArguments, state: TrainerState) -> bool:
+    """Evaluate on all held-out sets and the test split, and write the results; all ranks together.
+
+    state: of the model. False if the run was stopped meanwhile.
+    """
+    about = {"epoch": state.epoch}
+    if args.best.load_best_model_at_end:
+        about |= {"best_global_step": state.step}
+    if all(map(evaluator.has, evaluator.task.held_out)):
+        if not (results := evaluator.evaluate(state.step, downstream=True)):
+            return False
+        log.results("eval", state.step, about | results, of_training=args.do_train)
+    if evaluator.has("test"):
+        if not (results := evaluator.evaluate_split(state.step, "test", "test").results):
+            return False
+        log.results("test", state.step, about | results, of_training=args.do_train)
+    log.losses(evaluator.losses(), state.step)
+    return True
 
 
 def export_model(

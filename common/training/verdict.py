@@ -24,7 +24,7 @@ def verdict(results: dict, prefix: str = "eval") -> str:
     if not compared:
         return ""
     units = f"{results[f'{prefix}_clusters']:,} clusters" if f"{prefix}_clusters" in results else "proteins"
-    has_error = f"{prefix}_below_unigram_masked_stderr" in results
+    has_error = results.get(f"{prefix}_below_unigram_masked_stderr") is not None
     over = f"± over {units}" if has_error else "of a single protein or cluster: without an error"
     texts = ", and ".join(text for _, text in compared)
     of_set = "" if prefix == "eval" else f" on {prefix.removeprefix('eval_')}"

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from common.files.json_files import JsonLinesLog
-from common.training.run_logger import held_out_prefixes, read_run_info, write_results
+from common.training.run_logger import read_run_info, write_results
+from common.training.verdict import held_out_prefixes
 from extras.curves import draw_curves, read_results
 from extras.report import held_out_table
 from tests.forked import Script, run_script
