@@ -125,11 +125,7 @@ def set_up(
     optimizer = built.optimizer(args, strategy, world)
     built.precision.attach(optimizer)
     checkpointer = Checkpointer(
-        args.checkpoint,
-        built.weights,
-        optimizer,
-        built.config,
-        world,
+        *(args.checkpoint, built.weights, optimizer, built.config, world),
         timeout_s=args.process.ddp_timeout,
         scales=built.precision.scales,
         extras=built.extras,
