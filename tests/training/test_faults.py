@@ -247,6 +247,7 @@ def test_clear_removes_only_files_of_a_run(dataset, tmp_path):
         *(".saved", "run_info.json"),
         *("checkpoint-1", "checkpoint-2", "final_model", "metrics.jsonl", "trainer_state.json", "training_curves.png"),
         *("train_results.json", "eval_results.json", "test_results.json", "all_results.json"),
+        *("eval_losses.parquet", "test_losses.parquet"),
     }
     assert (elsewhere / "manifest.json").exists()
 

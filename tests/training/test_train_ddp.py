@@ -230,7 +230,9 @@ def test_ddp_ranks_without_masked_residue_add_no_nan(short_proteins, tmp_path):
         out = tmp_path / f"{nproc}"
         train(short_proteins, out, nproc, max_steps=6, gradient_accumulation_steps=accumulation, **flags)
     assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
-    assert [bool(loss) for loss in losses(tmp_path / "1")] == [any(of_step) for of_step in counts]
+    has_loss = ["loss" in row for row in rows(tmp_path / "1")]
+    assert has_loss == [any(of_step) for of_step in counts], "a step without a masked residue has none"
+    assert min(losses(tmp_path / "1")) > 1
     assert all(torch.isfinite(w).all() for w in final_weights(tmp_path / "4").values())
     assert relative_difference(final_weights(tmp_path / "4"), final_weights(tmp_path / "1")) < 1e-5
 
