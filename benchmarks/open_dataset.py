@@ -36,7 +36,7 @@ from common.data.packing import BatchPlan, Position
 from common.data.token_store import open_split
 from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
-from common.training.baselines import residue_frequencies
+from common.training.baselines import Baselines
 from extras.prepare.clusters import open_clusters
 from extras.prepare.dataset_writer import (
     ROWS_PER_BATCH,
@@ -156,7 +156,7 @@ MEASUREMENTS: dict[str, Callable] = {
     ),
     "... by clusters": lambda directory, args: first_batch(directory, args, True, Position(3, 1, 5)),
     "number of packs of an epoch": count_packs,
-    "residue frequencies (evaluation)": lambda directory, args: residue_frequencies(
+    "baselines of an evaluation": lambda directory, args: Baselines(
         open_split(directory, "train", ESM2_TOKENS), ESM2_TOKENS
     ),
 }

@@ -7,6 +7,7 @@ The neighbour predictor (common.training.neighbours) knows what stands on both s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,14 +21,14 @@ from common.data.flags import DataFlags
 from common.data.training_data import held_out_batches
 from common.distributed.world import World
 from common.files.hashing import GAMMA, hash_counters, mix
-from common.training.neighbours import Neighbours, smoothed_frequencies
+from common.training.neighbours import Neighbours
 from common.training.protein_losses import hash_of_questions
 
 SAMPLE = 200_000  # proteins, from all over the training split, that baselines are fitted on
 RUN = 1000  # consecutive proteins that are read together
 
 
-def sampled(store: Any):
+def sampled(store: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Blocks (ids uint8 [T], offsets int64 [n + 1]) of at most `SAMPLE` proteins of a store.
 
     Runs of consecutive records: single ones all over a large store would each be a read of the file system.
@@ -38,14 +39,6 @@ def sampled(store: Any):
     for start in starts:
         block = np.arange(start, min(start + RUN, len(store)))
         yield store.gather(block, np.zeros_like(block), store.lengths(block))
-
-
-def residue_frequencies(store: Any, tokens: TokenSet) -> np.ndarray:
-    """`smoothed_frequencies` of the tokens in a sample of the store, float64 [vocab_size]."""
-    counts = np.zeros(tokens.vocab_size)
-    for ids, _ in sampled(store):
-        counts += np.bincount(ids, minlength=tokens.vocab_size)
-    return smoothed_frequencies(counts, tokens)
 
 
 def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> np.ndarray:
