@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import cycle
 from pathlib import Path
 
 from common.files.json_files import read_json_lines
@@ -61,7 +62,7 @@ def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, label
     steps, values = [r["step"] for r in trained], [r["loss"] for r in trained]
     loss.plot(steps, values, color="0.75", linewidth=0.8, marker=_marker(steps), label=f"{labels.training}")
     loss.plot(steps, moving_average(values), color="tab:blue", label="smoothed")
-    for prefix, colour in zip(held_out_prefixes((*rows, results)), COLOURS, strict=False):
+    for prefix, colour in zip(held_out_prefixes((*rows, results)), cycle(COLOURS), strict=False):
         _draw_held_out(loss, rows, results, labels, prefix, colour)
     skipped, before = [], 0
     for row in rows:

@@ -54,6 +54,21 @@ def test_curves_show_rows(tmp_path):
     assert right > left + 30, "a falling loss falls"
 
 
+def test_curves_show_each_of_many_held_out_sets(tmp_path):
+    def pixels(sets: int) -> np.ndarray:
+        log = JsonLinesLog(tmp_path / "metrics.jsonl", -1)
+        for step in (1, 2):
+            row = {"step": step, "loss": 2.0, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0}
+            for n in range(sets):
+                row |= {f"eval_s{n}_loss": 2.0 + n / 10, f"eval_s{n}_samples": 3}
+            log.write(row)
+        return np.asarray(Image.open(draw_curves(tmp_path)).convert("RGB"), dtype=int)
+
+    five, six = pixels(5), pixels(6)
+    changed = np.abs(five - six).sum(-1)[: five.shape[0] // 2, : five.shape[1] // 2]
+    assert np.count_nonzero(changed) > 100
+
+
 def test_curves_show_held_out_and_unigram(evaluated_run, tmp_path):
     output_dir, _ = evaluated_run
     for name in ("metrics.jsonl", "all_results.json"):
