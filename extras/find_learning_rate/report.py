@@ -136,7 +136,7 @@ def draw(found: Found, path: Path) -> None:
 
     figure = Figure(figsize=(13, 4.6))
     curves, rates = figure.subplots(1, 2)
-    figure.subplots_adjust(left=0.05, right=0.84, top=0.92, bottom=0.12, wspace=0.55)
+    figure.subplots_adjust(left=0.06, right=0.84, top=0.92, bottom=0.12, wspace=0.55)
     colours = colormaps["viridis"]
     for number, trial in enumerate(found.in_order):
         label = f"{trial.learning_rate:g}{' (diverged)' * trial.diverged}"
@@ -176,6 +176,7 @@ def draw(found: Found, path: Path) -> None:
     rates.set_xlabel("learning rate")
     for axis in (curves, rates):
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5), borderaxespad=0)
+        if axis.lines:  # no trial has a loss if all diverged
+            axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5), borderaxespad=0)
     with replace_flushed(path) as file:
         figure.savefig(file, dpi=120, format="png")
