@@ -306,7 +306,9 @@ def _local(request: Request, name: str) -> Source:
     if path.is_dir():
         root, found = path, list(path.rglob("*"))
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            raise UserError(f"{given}: holds tokenised data already: give it as --dataset_dir")
+            raise UserError(
+                f"{given}: holds tokenised data already: give it as --dataset_dir, or a split of it as --eval_dataset"
+            )
         if request.chooses and (path / CARD).is_file():
             card = _read_card(path / CARD)
     else:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from datasets import load_from_disk
 from transformers import EsmForMaskedLM
 
+from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.token_store import open_split
 from common.data.training_data import EVAL_SEED, PreparedData, held_out_batches, open_data
@@ -26,6 +27,7 @@ from common.training import masked_lm
 from common.training.masked_lm import MaskedLM
 from common.training.protein_losses import read_losses
 from common.training.verdict import verdict, verdicts
+from extras.sources.streamed_data import find_source
 from tests.data_fixtures import write_fasta
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 
@@ -337,6 +339,12 @@ def test_eval_dataset_replaces_the_validation_split(dataset, tmp_path):
     said = train(arrow, tmp_path / "none", expect=2, **flags)
     assert "--eval_dataset" in said
     assert not (tmp_path / "none").exists()
+
+
+def test_tokenised_set_without_a_validation_split_is_refused(dataset, tmp_path):
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match=r"--eval_dataset .*: holds tokenised data already: .*or a split of it as"):
+        find_source(arguments(dataset, eval_dataset=[str(tmp_path)]).data)
 
 
 def test_missing_validation_split_is_an_error_before_training(dataset, tmp_path):
