@@ -103,4 +103,6 @@ def read_losses(path: Path) -> tuple[ProteinLosses, int]:
         )
         return losses, int(about["step"])
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        raise UserError(f"{path}: not losses of proteins ({one_line(error)}): remove it") from error
+        raise UserError(
+            f"{path}: not losses of proteins ({one_line(error)}): remove it and run the command that made it again"
+        ) from error
