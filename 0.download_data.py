@@ -23,6 +23,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.cli import UserError, run
+from common.data import GAPS_HELP, Gaps
 from common.flags import Flags, flag, parse_arguments
 from extras.earlier_identity import recorded_form
 from extras.prepare.download import download_directory
@@ -32,6 +33,7 @@ from extras.prepare.partitions import PartitionWriter, in_random_order
 from extras.sources import compression as limits
 from extras.sources.fasta import read_fasta_lines
 from extras.sources.records import BadRecords, Lines, Policy, skip
+from extras.sources.residues import Changes, Cleaner, is_alignment
 
 logger = logging.getLogger(__name__)
 UNIREF50 = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
@@ -56,6 +58,7 @@ class Arguments(Flags):
     )
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
     sha256: list[str] = field(default_factory=list, metadata={"help": "SHA-256 checksums, likewise"})
+    gaps: Gaps | None = flag(None, GAPS_HELP, choices=get_args(Gaps))
     on_bad_record: Policy = flag(
         "error", "stop at an invalid record (without id or sequence etc.), or skip and count", choices=get_args(Policy)
     )
@@ -83,6 +86,8 @@ def describe(args: Arguments) -> dict:
     given |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
     if args.on_bad_record == "skip":
         given["on_bad_record"] = "skip"
+    if args.gaps is not None:
+        given["gaps"] = args.gaps
     now, earlier = (describe_sources(args.sources, earlier) | given for earlier in (False, True))
     return recorded_form(Path(args.output_dir), FORMATS, now, earlier, args.overwrite)
 
@@ -96,14 +101,15 @@ def read_records(args: Arguments, build: Build, downloads: Path) -> Iterator[Lin
     """Fetch all sources and yield their records; their number is noted at the end."""
     paths = fetch(args.sources, downloads)
     sizes = [path.stat().st_size for path in paths]
-    bad_records = BadRecords(args.on_bad_record)
+    bad_records, changes = BadRecords(args.on_bad_record), Changes()
     records = before = 0
     with progress("Reading", sum(sizes), unit="B", unit_scale=True, postfix="0 records/s") as bar:
         began = time.monotonic()
         for path, size in zip(paths, sizes, strict=True):
             logger.info("Reading FASTA file %s", path)
             position = [0]
-            reading = {"bad_records": bad_records, "on_read": position.append, "max_record": args.max_record_length}
+            cleaner = Cleaner(str(path), args.gaps, bad_records, is_alignment(path.name))
+            reading = {"cleaner": cleaner, "on_read": position.append, "max_record": args.max_record_length}
             for lines in read_fasta_lines(path, **reading):
                 records += len(lines)
                 rate = records / (time.monotonic() - began)
@@ -111,7 +117,8 @@ def read_records(args: Arguments, build: Build, downloads: Path) -> Iterator[Lin
                 bar.update(before + position[-1] - bar.n)
                 yield lines
             before += size
-    build.note(READ, {"records": records, "bad": bad_records.state})
+            changes.add(cleaner.changes)
+    build.note(READ, {"records": records, "bad": bad_records.state, "changes": changes.state})
 
 
 def with_bar(batches: Iterator[Lines], build: Build, written: int) -> Iterator[Lines]:
@@ -152,6 +159,9 @@ def main() -> None:
             if not read["records"]:
                 raise UserError(f"{read['bad']['first'][0]} (and no other record is valid)")
             build.results |= {"records": writer.close(), "skipped_records": read["bad"]["count"]}
+            changes = Changes(**read.get("changes", {}))  # none in a build that an earlier version began
+            build.results["changes"] = changes.state
+        changes.report("--source")
         BadRecords(args.on_bad_record, **read["bad"]).report()
     logger.info("Save complete")
 

@@ -28,7 +28,8 @@ from extras.prepare.encode import usable_threads
 from extras.prepare.output_directory import Build, building
 from extras.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
 from extras.sources import compression as limits
-from extras.sources.dataset import Source, documents, open_source, with_contents
+from extras.sources.dataset import Source, open_source, with_contents
+from extras.sources.formats import documents
 from extras.sources.sequence_files import check_columns, units_of
 from extras.text.store import TOKENS, describe_tokens
 from extras.text.tokenizers import BYTES, Tokenizer, load_tokenizer

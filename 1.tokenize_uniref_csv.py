@@ -23,6 +23,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from common.cli import UserError, run
+from common.data import GAPS_HELP, Gaps
 from common.files.json_files import combined_hash, content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras import earlier_identity
@@ -48,7 +49,8 @@ from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels
 from extras.sources import compression as limits
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files
-from extras.sources.records import BadRecords, Policy, check_residues
+from extras.sources.records import BadRecords, Policy
+from extras.sources.residues import Changes, Cleaner
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Arguments(Flags):
     cluster: float | None = flag(
         None, "cluster at this identity (0.5) with MMseqs2, which must be installed, and split as --cluster_table does"
     )
+    gaps: Gaps | None = flag(None, GAPS_HELP, choices=get_args(Gaps))
     on_bad_record: Policy = flag(
         "error",
         "stop at a row without text, not ASCII or not of two columns, or skip and count",
@@ -130,6 +133,8 @@ def describe(args: Arguments, files: list[Path]) -> dict:
     optional = {"said": given} if given else {}
     if args.on_bad_record != "error":
         optional["on_bad_record"] = args.on_bad_record
+    if args.gaps is not None:
+        optional["gaps"] = args.gaps
     if args.line_ends_in_text:
         optional["line_ends_in_text"] = True
     if args.cluster_table:
@@ -149,9 +154,13 @@ def describe(args: Arguments, files: list[Path]) -> dict:
     return earlier_identity.recorded_form(Path(args.output_dir), ["arrow"], now, earlier, args.overwrite)
 
 
-def rows_of(path: Path, args: Arguments) -> Iterator[pa.RecordBatch]:
-    """The rows of a file, with its own count of bad ones."""
-    return csv_records.read_rows(path, BadRecords(args.on_bad_record), args.line_ends_in_text, args.max_record_length)
+def cleaner_of(path: Path, args: Arguments) -> Cleaner:
+    """Of a file, with its own count of bad records."""
+    return Cleaner(str(path), args.gaps, BadRecords(args.on_bad_record))
+
+
+def rows_of(path: Path, cleaner: Cleaner, args: Arguments) -> Iterator[pa.RecordBatch]:
+    return csv_records.read_rows(path, cleaner, args.line_ends_in_text, args.max_record_length)
 
 
 def count_records(build: Build, files: list[Path], args: Arguments) -> tuple[list[int], BadRecords]:
@@ -159,8 +168,11 @@ def count_records(build: Build, files: list[Path], args: Arguments) -> tuple[lis
     if (noted := build.done("records")) is None:
         bad_records = BadRecords(args.on_bad_record)
         # With "error", the first bad record stops the run when it is encoded.
-        bad = bad_records if args.on_bad_record == "skip" else None
-        counts = [count_rows(path, bad, args.line_ends_in_text, args.max_record_length) for path in files]
+        cleaners = [
+            Cleaner(str(path), args.gaps, bad_records) if args.on_bad_record == "skip" else None for path in files
+        ]
+        limits_of_rows = args.line_ends_in_text, args.max_record_length
+        counts = [count_rows(path, bad, *limits_of_rows) for path, bad in zip(files, cleaners, strict=True)]
         noted = {"counts": counts, "bad": bad_records.state}
         build.note("records", noted)
     return noted["counts"], BadRecords(args.on_bad_record, **noted["bad"])
@@ -193,12 +205,14 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
             table = Path(args.cluster_table)
         else:
             threads = usable_threads(args.preprocessing_num_workers)
-            table = cluster_records(build, files, functools.partial(rows_of, args=args), args.cluster, threads)
+            read = lambda path: rows_of(path, cleaner_of(path, args), args)  # noqa: E731
+            table = cluster_records(build, files, read, args.cluster, threads)
         logger.info("Splitting dataset by the clusters of %s", args.cluster_table or "MMseqs2")
         counts, sizes, labels, bad_records = split_by_clusters(
             *(build, files, table, sizes_of, args.train_size is None, args.seed, args.on_bad_record),
             by_number=args.cluster is not None,
             max_record=args.max_record_length,
+            gaps=args.gaps,
         )
     else:
         counts, bad_records = count_records(build, files, args)
@@ -225,13 +239,13 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
             bar.update(records)
 
         encode = functools.partial(encode_rows, max_seq_length=truncate, pad=pad)
-        read = functools.partial(rows_of, args=args)
-        encoder = FileEncoder(build, encode, read, workers, len(files), progress)
+        read, cleaner = functools.partial(rows_of, args=args), functools.partial(cleaner_of, args=args)
+        encoder = FileEncoder(build, encode, read, cleaner, workers, len(files), progress)
         made = list(encoder.run(zip(files, labels_by_file(labels, counts), strict=True)))
-    encoded, unknown, with_unknown = (
-        sum(of_file[key] for of_file in made) for key in ("tokens", "unknown", "records_with_unknown")
-    )
-    check_residues(f"--input_dir {args.input_dir}", unknown, encoded)
+    unknown, with_unknown = (sum(of_file[key] for of_file in made) for key in ("unknown", "records_with_unknown"))
+    changes = Changes()
+    for of_file in made:
+        changes.add(of_file.get("changes", {}))  # none of a file that an earlier version encoded
     duplicates = mark_copies(build, len(files), sizes)
     pieces = [
         {split: [Piece(*piece) for piece in of_file["pieces"].get(split, ())] for split in SPLITS} for of_file in made
@@ -251,10 +265,10 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
         "unknown_characters": unknown,
         "records_with_unknown": with_unknown,
         "bad_records": bad_records.count,
+        "changes": changes.state,
     }
     write_report(build, key_files(build, len(files)), open_copies(build), truncate)
-    if unknown:
-        logger.warning("%s characters in %s records are not residues: <unk>", f"{unknown:,}", f"{with_unknown:,}")
+    changes.report(f"--input_dir {args.input_dir}")
     bad_records.report()
 
 

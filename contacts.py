@@ -19,7 +19,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ from extras.downstream.contacts import (
 from extras.downstream.results import RESULTS, check_output, results_directory, to_open
 from extras.downstream.structures import LONGEST, Chain, read_structures
 from extras.export import exported
-from extras.inference.encoder import look_through
-from extras.sources.fasta import read_fasta
+from extras.sources.proteins import ProteinFlags, read_proteins
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +67,7 @@ class Arguments(Flags):
     maps: int = flag(10, "Draw at most so many maps.")
     overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
+    proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     def missing(self) -> Iterator[Missing]:
         if not self.model_name_or_path:
@@ -86,16 +86,13 @@ class Arguments(Flags):
         check_output(Path(str(self.output_dir)), self.overwrite)
 
 
-def proteins_of(fasta: str) -> list[Chain]:
+def proteins_of(fasta: str, flags: ProteinFlags | None = None) -> list[Chain]:
     """The proteins of a FASTA file, without coordinates. UserError for one that is too long."""
-    look_through(fasta).report(f"--fasta {fasta}")
     chains = []
-    for name, text in read_fasta(fasta):
+    for name, text in read_proteins(fasta, flags=flags).items():
         if len(text) > LONGEST:
-            raise UserError(
-                f"--fasta {fasta}: {name.decode()[:40]}: {len(text):,} residues: at most {LONGEST:,} have a map"
-            )
-        chains.append(Chain(name.decode(), text.decode("latin-1"), np.full((len(text), 3), np.nan, np.float32)))
+            raise UserError(f"--fasta {fasta}: {name[:40]}: {len(text):,} residues: at most {LONGEST:,} have a map")
+        chains.append(Chain(name, text, np.full((len(text), 3), np.nan, np.float32)))
     return chains
 
 
@@ -149,7 +146,7 @@ def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
             "--eval_contacts"
         )
     taken: set[str] = set()
-    chains = proteins_of(str(args.fasta))
+    chains = proteins_of(str(args.fasta), args.proteins)
     for number, chain in enumerate(console.each(chains, "proteins")):
         probabilities = head.probabilities(attention_features(model, chain.ids))
         i, j = np.triu_indices(len(chain.sequence), SEPARATION)

@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,11 @@ from extras.inference.mutation_tables import (
     SEQUENCE,
     Columns,
     measured_of,
-    read_proteins,
     read_rows,
     variants_of,
 )
 from extras.inference.mutations import Variant, quoted, score, single_mutants
+from extras.sources.proteins import ProteinFlags, read_residues
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
@@ -86,6 +86,7 @@ class Arguments(EncoderFlags):
     wild_type_marginal_only: bool = flag(False, "Only the cheap score: one pass per window of a protein.")
     column_prefix: str = flag("", "Prefix of the names of the new columns, for example the model's name.")
     overwrite: bool = flag(False, "Replace an existing --output.")
+    proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     def missing(self) -> Iterator[Missing]:
         needed = {
@@ -300,7 +301,7 @@ def begin(args: Arguments, output: Path, record: Path, hashes: dict[str, str]) -
         model = exported(str(args.model_name_or_path), stack)
         encoder_family(model).load_config(model)  # for its error messages
         hashes = hashes | {"model_hash": model_hash(model)}
-        made_from = hashes | {name: getattr(args, name) for name in SETTINGS}
+        made_from = hashes | {name: getattr(args, name) for name in SETTINGS} | args.proteins.given
         if args.measured_column:
             made_from["measured_column"] = args.measured_column
         if not args.overwrite and is_finished(output, record, made_from):
@@ -326,7 +327,7 @@ def score_table(args: Arguments) -> None:
     new, hashes = new_columns(args), input_hashes(args)
     path = str(args.mutations)
     names, rows = read_rows(path, f"--mutations {path}")
-    proteins = read_proteins(str(args.fasta), f"--fasta {args.fasta}")
+    proteins = read_residues(str(args.fasta), flags=args.proteins)
     columns = columns_of(args, names, list(new), proteins)
     variants = variants_of(columns, rows, proteins, path, str(args.fasta))
     measured_column = args.measured_column or (MEASURED if MEASURED in names else None)
@@ -348,7 +349,7 @@ def score_table(args: Arguments) -> None:
 
 def score_all(args: Arguments) -> None:
     hashes, output = input_hashes(args), Path(str(args.output))
-    proteins = read_proteins(str(args.fasta), f"--fasta {args.fasta}")
+    proteins = read_residues(str(args.fasta), flags=args.proteins)
     if (begun := begin(args, output, output / RECORD, hashes)) is None:
         return
     encoder, about = begun

@@ -1,8 +1,16 @@
 """Records to the batches of a step, by data rank and step."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+
+Gaps = Literal["refuse", "remove", "keep"]  # what becomes of `-` and `.` in proteins
+GAPS_HELP = (
+    "gaps (- and .) of proteins, as alignments have them: refuse, remove, or keep them as tokens; A3M and A2M: remove "
+    "them, and keep leaves insertions out"
+)
+Policy = Literal["error", "skip"]  # for records that cannot be used
 
 # Default of --max_record_length for proteins: bytes with the header, a hundred times the longest protein known.
 LONGEST_PROTEIN = 4 << 20

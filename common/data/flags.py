@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from common.cli import UserError
-from common.data import LONGEST_PROTEIN
+from common.data import GAPS_HELP, LONGEST_PROTEIN, Gaps, Policy
 from common.data.packs_per_step import PacksPerStep
 from common.flags import Flags, Missing, flag, with_flags
 
@@ -128,7 +128,7 @@ class SourceFlags(StepFlags):
     """Where the records of a run come from: what step 1 prepared, or files as they are."""
 
     group = "data"
-    unlisted = ("max_record_length",)
+    unlisted = ("max_record_length", "gaps", "on_bad_record")
 
     dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
     dataset: str | None = flag(
@@ -138,6 +138,10 @@ class SourceFlags(StepFlags):
     )
     streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
     max_record_length: int = flag(LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it.")
+    gaps: Gaps | None = flag(None, f"With --dataset: {GAPS_HELP}.", choices=get_args(Gaps))
+    on_bad_record: Policy = flag(
+        "error", "With --dataset: stop at a record that is no protein, or skip it.", choices=get_args(Policy)
+    )
 
     def missing(self) -> Iterator[Missing]:
         if self.dataset and self.max_steps < 0:

@@ -23,11 +23,11 @@ from extras.inference.mutation_tables import (
     SEQUENCE,
     Columns,
     measured_of,
-    read_proteins,
     read_rows,
     variants_of,
 )
 from extras.inference.mutations import Variant, check_letters, quoted, score, undo
+from extras.sources.proteins import read_residues
 
 logger = logging.getLogger(__name__)
 MOST = 5000  # rows of a table that are scored
@@ -72,7 +72,7 @@ def read_table(path: Path) -> Table:
             raise UserError(f"{where}: no column {needed!r}, only {', '.join(map(quoted, names))}: add it{hint}")
     if has_fasta and MUTANT not in names and SEQUENCE not in names:
         raise UserError(f"{where}: no column {MUTANT!r} and no {SEQUENCE!r}: add one")
-    proteins = read_proteins(str(fasta), str(fasta)) if has_fasta else {"": wild_type_of(rows, path)}
+    proteins = read_residues(str(fasta), "") if has_fasta else {"": wild_type_of(rows, path)}
     if len(proteins) > 1 and PROTEIN not in names:
         raise UserError(f"{where}: {fasta} has {len(proteins)} proteins: add a column {PROTEIN!r} that names them")
     protein = PROTEIN if has_fasta and PROTEIN in names else None

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from extras.inference.encoder import (
     Encoder,
     EncoderFlags,
     Facts,
-    Protein,
     Totals,
     check_parts,
     embed,
@@ -36,7 +35,7 @@ from extras.inference.encoder import (
     write_part,
 )
 from extras.prepare.output_directory import RECORD, Build, building, hold_work, read_record
-from extras.sources.fasta import read_fasta
+from extras.sources.proteins import ProteinFlags, proteins_of
 
 logger = logging.getLogger(__name__)
 SETTINGS = ("max_seq_length", "bf16", "per_residue", "proteins_per_part")  # that the content of the files depends on
@@ -66,6 +65,7 @@ class EmbeddingFlags(EncoderFlags):
     )
     proteins_per_part: int = flag(1000, "Proteins in a file; at most so many are lost when the run is stopped.")
     overwrite: bool = flag(False, "Replace existing tables.")
+    proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     def missing(self) -> Iterator[Missing]:
         if not self.fasta:
@@ -86,7 +86,7 @@ class EmbeddingFlags(EncoderFlags):
     def settings(self) -> dict:
         values = asdict(self)
         later = {name: values[name] for name in LATER_SETTINGS if values[name] != getattr(EmbeddingFlags, name)}
-        return {name: value for name, value in values.items() if name in SETTINGS} | later
+        return {name: value for name, value in values.items() if name in SETTINGS} | later | self.proteins.given
 
 
 def with_layers(args: EmbeddingFlags) -> EmbeddingFlags:
@@ -129,11 +129,6 @@ def recorded_form(args: EmbeddingFlags, made_from: dict) -> dict:
     return earlier
 
 
-def proteins_of(fasta: str) -> Iterator[Protein]:
-    for name, text in read_fasta(fasta):
-        yield name.decode(), text
-
-
 def alphabet_of(args: EmbeddingFlags) -> Alphabet:
     tokens = encoder_family(str(args.model_name_or_path)).tokens
     return tokens if isinstance(tokens, Alphabet) else ESM2_TOKENS  # Encoder refuses it
@@ -144,7 +139,7 @@ def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: di
     counts = None
     with world.on_main_rank() as is_main:
         if is_main:
-            counts = build.done(INPUT) or asdict(look_through(args.fasta, alphabet_of(args)))
+            counts = build.done(INPUT) or asdict(look_through(args.fasta, alphabet_of(args), args.proteins))
     totals = Totals(**world.broadcast_object(counts))
     if world.is_main:
         totals.report(f"--fasta {args.fasta}")
@@ -168,7 +163,7 @@ def make_parts(
         def done(end: int, tokens: int) -> None:
             bar.update(max(0, min(tokens, end - bar.n)))  # tokens are more than residues: windows overlap
 
-        for number, part in enumerate(in_parts(proteins_of(args.fasta), args.proteins_per_part)):
+        for number, part in enumerate(in_parts(proteins_of(args.fasta, args.proteins), args.proteins_per_part)):
             path = part_path(directory, number)
             residues += sum(len(text) for _, text in part)
             if number % world.size == world.rank and not is_made(path, part, facts):

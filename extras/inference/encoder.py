@@ -20,11 +20,12 @@ from common.data.alphabet import Alphabet
 from common.files.hashing import hash_bytes
 from common.files.json_files import replace_flushed
 from common.flags import Flags, Missing, flag
-from common.models.esm2.alphabet import BYTE_TO_ID, ESM2_TOKENS, UNK
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.residual import total
 from common.models.registry import encoder_family, family_of
 from extras.sources.fasta import read_fasta_lines
-from extras.sources.records import characters, check_residues, clean, columns
+from extras.sources.proteins import ProteinFlags
+from extras.sources.records import characters, columns
 
 
 class Window(NamedTuple):
@@ -67,33 +68,35 @@ class Totals:
     duplicates: int = 0
 
     def report(self, where: str) -> None:
-        if self.unknown:
-            counts = f"{self.unknown:,}", f"{self.with_unknown:,}"
-            logger.warning("%s: %s characters in %s proteins are not residues: <unk>", where, *counts)
         if self.duplicates:
             logger.warning("%s: %s ids are repeated: each gets a row", where, f"{self.duplicates:,}")
 
 
-def look_through(fasta: str, alphabet: Alphabet = ESM2_TOKENS) -> Totals:
-    """Read the whole file once and count, with the checks of training (extras.sources.records).
+def look_through(fasta: str, alphabet: Alphabet = ESM2_TOKENS, flags: ProteinFlags | None = None) -> Totals:
+    """Read the whole file once, say what is changed in it (extras.sources.residues), and count.
 
-    alphabet: of the model, whose unknown characters are counted. UserError for any invalid record, and for text that
-    is not protein. Takes 8 bytes of memory a protein.
+    alphabet: of the model, whose unknown characters are counted; flags: what is made of gaps and of bad records.
+    UserError for any invalid record. Takes 8 bytes of memory a protein.
     """
-    where = f"--fasta {fasta}"
-    totals, ids, strange = Totals(), [], 0
-    for lines in read_fasta_lines(fasta):
+    cleaner = (flags or ProteinFlags()).cleaner(f"--fasta {fasta}")
+    totals, ids = Totals(), []
+    for lines in read_fasta_lines(fasta, cleaner=cleaner):
         rows = columns(lines)
-        data, offsets = clean(*characters(rows.column("text")), where)
+        data, offsets = characters(rows.column("text"))
+        data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
         is_unknown = alphabet.byte_to_id[data] == alphabet.unknown
         unknown = np.add.reduceat(is_unknown, offsets[:-1], dtype=np.int64)  # texts are not empty
-        strange += int((BYTE_TO_ID[data[is_unknown]] == UNK).sum())
         totals.proteins += rows.num_rows
         totals.residues += len(data)
         totals.unknown += int(unknown.sum())
         totals.with_unknown += int(np.count_nonzero(unknown))
         ids.append(hash_bytes(*characters(rows.column("id"))))
-    check_residues(where, strange, totals.residues)
+    cleaner.report()
+    if totals.unknown > cleaner.changes.unknown:  # residues of ESM-2 that the model does not have
+        counts = f"{totals.unknown:,}", f"{totals.with_unknown:,}"
+        logger.warning("%s: %s characters in %s proteins are <unk> to the model", cleaner.where, *counts)
+    if not totals.proteins:
+        raise UserError(f"{cleaner.where}: no record is a protein")
     totals.duplicates = totals.proteins - len(np.unique(np.concatenate(ids)))
     return totals
 

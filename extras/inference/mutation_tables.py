@@ -6,12 +6,10 @@ import csv
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from common.cli import UserError, one_line
-from extras.inference.encoder import look_through
 from extras.inference.mutations import Variant, compare, parse_variant, quoted
-from extras.sources.fasta import read_fasta
 
 MUTANT, PROTEIN = "mutant", "protein"
 # ProteinGym's, besides `mutant`.
@@ -40,35 +38,45 @@ def read_lines(file: TextIO, where: str) -> Iterator[str]:
         yield line
 
 
+def _spans_lines(row: dict[Any, Any]) -> bool:
+    """Whether a value of a row has a line end."""
+    values = (value for cell in row.values() for value in (cell if isinstance(cell, list) else [cell]))
+    return any("\n" in value or "\r" in value for value in values if value)
+
+
 def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the columns, and the rows of a CSV file; `where` begins the errors."""
+    """The names of the columns, and the rows of a CSV file, or of a TSV file by its name; `where` begins the errors.
+
+    A row is a line: UserError for a value that goes over a line end, as after a quote that is not closed, and for a
+    quote inside a quoted value. In TSV quotes are ordinary characters.
+    """
+    form: dict[str, Any] = {"strict": True}
+    if str(path).lower().endswith(".tsv"):
+        form |= {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    rows = []
     with open(path, newline="", encoding="utf-8-sig") as file:
+        reader, before = csv.DictReader(read_lines(file, where), **form), 0
         try:
-            reader = csv.DictReader(read_lines(file, where))
-            rows = list(reader)
+            names = list(reader.fieldnames or [])
+            before = reader.line_num
+            for row in reader:
+                if reader.line_num - before > 1 and _spans_lines(row):  # or lines before it are empty
+                    raise UserError(
+                        f"{where}: line {before + 1}: a value that continues after a line end: is a quote "
+                        "not closed? Fix or remove it"
+                    )
+                before = reader.line_num
+                rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{where}: not a CSV file: {one_line(error)}") from error
+            raise UserError(f"{where}: line {before + 1}: not a CSV file: {one_line(error)}") from error
     for line, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise UserError(f"{where}: row {line} has another number of fields than the header")
     if not rows:
         raise UserError(f"{where}: it has no rows")
-    names = list(reader.fieldnames or [])
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise UserError(f"{where}: the column {quoted(twice[0])} is repeated: rename one")
     return names, rows
-
-
-def read_proteins(path: str, where: str) -> dict[str, bytes]:
-    """{id: residues}. UserError for a repeated id, and for text that is not protein."""
-    totals = look_through(path)
-    totals.report(where)
-    proteins: dict[str, bytes] = {}
-    for name, text in read_fasta(path):
-        if (name := name.decode()) in proteins:
-            raise UserError(f"{where}: the id {quoted(name)} is repeated: rename one, or remove it")
-        proteins[name] = text
-    return proteins
 
 
 def variants_of(

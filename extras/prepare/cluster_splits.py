@@ -23,6 +23,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from common.cli import UserError, log_every, one_line
+from common.data import Gaps
 from common.files.hashing import hash_bytes
 from common.files.json_files import sync, sync_directory
 from extras.prepare.clusters import DIRECTORY
@@ -33,6 +34,7 @@ from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, 
 from extras.sources.csv_records import read_rows
 from extras.sources.parquet_pages import read_columns
 from extras.sources.records import BadRecords, Policy, characters
+from extras.sources.residues import Cleaner
 
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16
@@ -64,11 +66,12 @@ def split_by_clusters(
     policy: Policy,
     by_number: bool = False,
     max_record: int = LONGEST_PROTEIN,
+    gaps: Gaps | None = None,
 ) -> ClusterSplits:
     """Join the records with the table and draw the splits, or read those that a killed run made.
 
     sizes_of: number of records -> sizes of the splits; all_left: train takes all other records; by_number: the table
-    has the records' numbers (`cluster_records`), not their ids; max_record: as for `read_rows`.
+    has the records' numbers (`cluster_records`), not their ids; max_record, gaps: as of `read_rows` and its cleaner.
     """
     directory = build.scratch / DIRECTORY
     made = build.done("clustered")
@@ -79,7 +82,7 @@ def split_by_clusters(
 
         def batches() -> Iterator[pa.RecordBatch]:
             for number, path in enumerate(files):
-                for rows in read_rows(path, bad, max_record=max_record):
+                for rows in read_rows(path, Cleaner(str(path), gaps, bad), max_record=max_record):
                     counts[number] += rows.num_rows
                     yield rows
 

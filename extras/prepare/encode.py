@@ -26,6 +26,7 @@ from extras.prepare.dataset_writer import TOKEN_FEATURES, PieceWriters, arrow_sc
 from extras.prepare.output_directory import Build
 from extras.prepare.splits import SPLITS
 from extras.sources.records import characters
+from extras.sources.residues import Cleaner
 
 # A record's hash of its token ids, its length before truncation, and its split (an index into SPLITS).
 KEY = np.dtype([("hash", "<u8"), ("residues", "<u4"), ("split", "<u4")])
@@ -178,7 +179,7 @@ def _pad(ids: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray,
 
 Encode = Callable[[pa.RecordBatch], Encoded]
 Progress = Callable[[int, int], None]
-Read = Callable[[Path], Iterator[pa.RecordBatch]]
+Read = Callable[[Path, Cleaner], Iterator[pa.RecordBatch]]
 KEYS = "keys"  # file of KEY records, beside the pieces of an input file
 
 
@@ -190,12 +191,23 @@ def directory_name(number: int) -> str:
 class FileEncoder:
     """Tokenises files in parallel threads.
 
-    encode: rows to token lists; read: `read_rows`, of a path; workers: threads in total, shared by up to `files` files
-    at a time; progress: called with the number of new records and the total number of tokens.
+    encode: rows to token lists; read: `read_rows`; cleaner: of a path, for its texts; workers: threads in total,
+    shared by up to `files` files at a time; progress: called with the number of new records and the total number of
+    tokens.
     """
 
-    def __init__(self, build: Build, encode: Encode, read: Read, workers: int, files: int, progress: Progress):
+    def __init__(
+        self,
+        build: Build,
+        encode: Encode,
+        read: Read,
+        cleaner: Callable[[Path], Cleaner],
+        workers: int,
+        files: int,
+        progress: Progress,
+    ):
         self.build, self.encode, self.read, self.progress = build, encode, read, progress
+        self.cleaner = cleaner
         self.at_once = min(workers, files)
         self.threads_a_file = workers // self.at_once
         self.lock, self.stop = Lock(), Event()
@@ -230,7 +242,8 @@ class FileEncoder:
         """
         writers = PieceWriters(self.build.scratch, directory_name(number), TOKEN_FEATURES)
         counts = {"tokens": 0, "unknown": 0, "records_with_unknown": 0}
-        blocks = in_order(self._encode_block, _labelled(path, labels, self.read), self.threads_a_file)
+        cleaner = self.cleaner(path)
+        blocks = in_order(self._encode_block, _labelled(path, labels, self.read(path, cleaner)), self.threads_a_file)
         with open(writers.part / KEYS, "wb") as file:
             for rows, encoded, keys in blocks:
                 if self.stop.is_set():
@@ -242,7 +255,7 @@ class FileEncoder:
                         counts[name] += getattr(part_of_split, name)
                 self._advance(rows, sum(part_of_split.tokens for _, part_of_split in encoded))
             sync(file)
-        return counts | {"pieces": writers.close()}
+        return counts | {"pieces": writers.close(), "changes": cleaner.changes.state}
 
     def _encode_block(
         self, item: tuple[pa.RecordBatch, np.ndarray]
@@ -270,10 +283,12 @@ def usable_threads(requested: int) -> int:
     return max(1, min(requested, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
 
 
-def _labelled(path: Path, labels: np.ndarray, read: Read) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
+def _labelled(
+    path: Path, labels: np.ndarray, blocks: Iterator[pa.RecordBatch]
+) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
     """Blocks of rows with their labels."""
     first = 0
-    for rows in read(path):
+    for rows in blocks:
         last = first + rows.num_rows
         if last <= len(labels):
             yield rows, labels[first:last]

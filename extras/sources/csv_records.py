@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import csv
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +22,6 @@ from common.cli import UserError, one_line
 from extras.sources.compression import (
     HEAD_BYTES,
     LONGEST_PROTEIN,
-    STRADDLING,
     SUFFIXES,
     check_duplicates,
     check_file,
@@ -32,7 +31,9 @@ from extras.sources.compression import (
     open_decompressed,
     too_long,
 )
-from extras.sources.records import BadRecords, characters, clean, texts
+from extras.sources.records import characters, texts
+from extras.sources.residues import IS_WHITESPACE, Cleaner
+from extras.sources.tables import Table
 
 LONGEST_HEADER = 1 << 20  # bytes
 
@@ -90,10 +91,6 @@ def count_lines(path: Path) -> int | None:
 
 NOT_UTF8 = "\ufffd"
 PARSED_BYTES = LONGEST_PROTEIN  # of a block of the parser: a row must fit
-STRAY_QUOTE = (
-    "a text that continues after a line end, after a quote that is not closed: fix or remove the quote (or, if texts "
-    "may have line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
-)
 SIDECAR = "rename the columns, or move the file away if it has no proteins"
 REMEDY = "fix or remove the row, or give --on_bad_record skip"
 
@@ -116,51 +113,52 @@ def csv_files(directory: Path) -> list[Path]:
 
 
 def count_rows(
-    path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
+    path: Path, cleaner: Cleaner | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
 ) -> int:
-    """Number of rows of `read_rows`; without `bad_records` rows are counted without checking them."""
-    rows = count_lines(path) if bad_records is None else None
+    """Number of rows of `read_rows`; without `cleaner` rows are counted without checking them."""
+    rows = count_lines(path) if cleaner is None else None
     if rows is None:
-        rows = sum(batch.num_rows for batch in read_rows(path, bad_records, line_ends, max_record))
+        rows = sum(batch.num_rows for batch in read_rows(path, cleaner, line_ends, max_record))
     return rows
 
 
 def read_rows(
-    path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
+    path: Path, cleaner: Cleaner | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
 ) -> Iterator[pa.RecordBatch]:
-    """Record batches with string columns `id` and `text`; text is ASCII, clean (extras.sources.records), not empty.
+    """Record batches with string columns `id` and `text`; text is ASCII, clean (extras.sources.residues), not empty.
 
-    bad_records: called with the error of each other row, or row of more or fewer columns than the header; such rows
-    are left out. Without it, UserError. line_ends: quoted texts may have line ends, which are removed. Without it, a
-    line end is always a UserError: after a stray quote, everything up to the next one is one text. max_record: maximum
-    bytes of a text; a longer one is always a UserError. Memory is a few blocks.
+    cleaner: of the texts; its `bad_records` is also called with the error of each other row, or row of more or fewer
+    columns than the header; such rows are left out. By default it raises, and gaps are refused. line_ends: quoted
+    texts may have line ends, which are removed. Without it, a line end in a value is always a UserError
+    (extras.sources.tables). max_record: maximum bytes of a text; a longer one is always a UserError. Memory is a few
+    blocks.
     """
+    cleaner = cleaner or Cleaner(str(path))
     with open_decompressed(path) as file:
         names = read_header(file, str(path))
-        misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
-        parsed = 0
-        for batch in _parse(
-            path, file_of_chunks(_as_utf8(file)), names, misshapen, bad_records, line_ends, max_record
-        ):
-            rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
-            rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
-            parsed += batch.num_rows
-            # A pass for minimum and maximum instead of one for each of the bytes that are complained about.
-            printable = [_is_printable(column) for column in batch.columns]
-            if not line_ends and not all(printable) and (row := first_with_line_end(batch.columns)) is not None:
-                raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
+        for rows, batch in _parse(path, file_of_chunks(_as_utf8(file)), names, cleaner, line_ends, max_record):
             if (row := find_too_long(batch.column("text"), max_record)) is not None:
                 raise too_long(f"{path}: row {rows[row]}", max_record)
-            text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
-            batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
-            bad = _complaints(batch, *printable)
-            for i, complaint in sorted(bad.items()):
-                (bad_records or BadRecords())(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
-            if bad:
-                keep = np.ones(batch.num_rows, dtype=bool)
-                keep[list(bad)] = False
-                batch = batch.filter(pa.array(keep))
+            batch, rows = _without(batch, rows, _complaints(batch), path, cleaner)
+            data, ends, refused = cleaner(*characters(batch.column("text")), lambda n, rows=rows: f"row {rows[n]}")
+            batch = pa.RecordBatch.from_arrays([batch.column("id"), texts(data, ends, pa.binary())], names=COLUMNS)
+            empty = dict.fromkeys(np.flatnonzero(np.diff(ends) == 0).tolist(), "the text is empty")
+            batch, _ = _without(batch, rows, empty | dict.fromkeys(refused, ""), path, cleaner)
             yield pa.RecordBatch.from_arrays([column.cast(pa.string()) for column in batch.columns], names=COLUMNS)
+
+
+def _without(
+    batch: pa.RecordBatch, rows: np.ndarray, bad: dict[int, str], path: Path, cleaner: Cleaner
+) -> tuple[pa.RecordBatch, np.ndarray]:
+    """Leave out bad rows, with their numbers in `rows`. bad: what is wrong with each; "": it has been said."""
+    for i, complaint in sorted(bad.items()):
+        if complaint:
+            cleaner.bad_records(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
+    if not bad:
+        return batch, rows
+    keep = np.ones(batch.num_rows, dtype=bool)
+    keep[list(bad)] = False
+    return batch.filter(pa.array(keep)), rows[keep]
 
 
 def _as_utf8(file: BinaryIO) -> Iterator[bytes]:
@@ -183,77 +181,38 @@ def _parse(
     path: Path,
     file: BinaryIO,
     names: list[str],
-    misshapen: list[int],
-    bad_records: BadRecords | None,
+    cleaner: Cleaner,
     line_ends: bool,
     max_record: int,
-) -> Iterator[pa.RecordBatch]:
-    """`id` and `text` as binary. Rows of a wrong number of columns raise, or are noted in `misshapen`."""
+) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
+    """The numbers of rows, and their `id` and `text` as binary: pyarrow's error for invalid UTF-8 does not name the
+    row. Rows of a wrong number of columns raise, or are skipped by the cleaner's `bad_records`."""
     chosen = [column_named(names, (column,)) for column in COLUMNS]
     if None in chosen:
         raise UserError(f"{path}: row 0: the header is {','.join(names)[:80]!r}: expected id,text: {SIDECAR}")
-    if not file.peek(1):
-        return
-    swallowed: list[int] = []
-    given = 0
 
-    def leave_out(row) -> str:
-        if "\n" in row.text and not line_ends:
-            swallowed.append(row.number)
-            return "error"
-        misshapen.append(row.number)
-        complaint = f"Expected {row.expected_columns} columns, got {row.actual_columns}"
-        bad_records(UserError(f"{path}: row {misshapen[-1]}: {complaint}: {REMEDY}"))
-        return "skip"
+    def misshapen(row: int, what: str) -> None:
+        cleaner.bad_records(UserError(f"{path}: row {row}: {what}: {REMEDY}"))
 
-    # With threads, errors do not name the row.
     block = PARSED_BYTES if max_record <= LONGEST_PROTEIN else max_record
-    read = pa.csv.ReadOptions(block_size=block, use_threads=False, column_names=names)
-    # Binary: pyarrow's error for invalid UTF-8 does not name the row.
-    convert = pa.csv.ConvertOptions(
-        column_types=dict.fromkeys(chosen, pa.binary()), include_columns=chosen, strings_can_be_null=False
-    )
-    parse = pa.csv.ParseOptions(
-        newlines_in_values=line_ends,
-        invalid_row_handler=leave_out if bad_records and bad_records.policy == "skip" else None,
-    )
+    table = Table(str(path), names, chosen, pa.binary(), block, line_ends=line_ends)
     try:
-        with pa.csv.open_csv(file, read_options=read, convert_options=convert, parse_options=parse) as reader:
-            for batch in reader:
-                yield batch.rename_columns(COLUMNS)
-                given += batch.num_rows
+        for rows, batch in table.rows(file, misshapen if cleaner.skips else None):
+            yield rows, batch.rename_columns(COLUMNS)
     except pa.ArrowInvalid as error:
-        if swallowed:
-            raise UserError(f"{path}: row {swallowed[0]}: {STRAY_QUOTE}") from None
-        if STRADDLING in str(error):
-            raise too_long(f"{path}: after row {given + len(misshapen)}", block) from None
-        if "out of sync" in str(error):  # the quote that is not closed is in the block after those given
-            raise UserError(f"{path}: {STRAY_QUOTE}") from None
-        message = re.sub(r"^CSV parse error: |(?<=got \d): .*|(?<=got \d\d): .*", "", one_line(error))
-        message = re.sub(r"Row #(\d+)", lambda match: f"row {match[1]}", message)
-        raise UserError(f"{path}: {message[:200]}: {REMEDY}") from None
+        raise UserError(f"{path}: {one_line(error)}: {REMEDY}") from None
 
 
-def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
-    """The first row with a line end in one of its values (binary or string), if there is one."""
-    found = []
-    for column in columns:
-        data, offsets = characters(column)
-        places = np.flatnonzero((data == ord("\n")) | (data == ord("\r")))
-        places = places[(places >= offsets[0]) & (places < offsets[-1])]
-        found += [int(np.searchsorted(offsets, places[0], side="right")) - 1] if len(places) else []
-    return min(found, default=None)
-
-
-def _complaints(batch: pa.RecordBatch, id_printable: bool, text_printable: bool) -> dict[int, str]:
-    """The problem of each bad row. *_printable: `_is_printable` of the columns."""
+def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
+    """The problem of each row that is not text, or the header once more."""
     found: dict[int, str] = {}
-    if not id_printable:
+    # A pass for minimum and maximum instead of one for each of the bytes that are complained about.
+    if not _is_printable(batch.column("id")):
         damaged = pa.compute.match_substring(batch.column("id"), NOT_UTF8)
         found = dict.fromkeys(np.flatnonzero(damaged).tolist(), "the id is not UTF-8")
-    if not text_printable:
+    if not _is_printable(batch.column("text")):
         data, offsets = characters(batch.column("text"))
-        places = np.flatnonzero((data >= 128) | (data < ord(" ")))
+        places = np.flatnonzero((data >= 128) | ((data < ord(" ")) & ~IS_WHITESPACE[data]))
         rows, first = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_index=True)
         for row, place in zip(rows.tolist(), places[first], strict=True):
             kind = "non-ASCII" if data[place] >= 128 else "control"
@@ -264,4 +223,4 @@ def _complaints(batch: pa.RecordBatch, id_printable: bool, text_printable: bool)
     for row in np.flatnonzero((lengths[0] == len(COLUMNS[0])) & (lengths[1] == len(COLUMNS[1]))).tolist():
         if all(batch.column(n)[row].as_py().lower() == name.encode() for n, name in enumerate(COLUMNS)):
             found[row] = "the header once more"
-    return found | dict.fromkeys(np.flatnonzero(lengths[1] == 0).tolist(), "the text is empty")
+    return found

@@ -1,8 +1,8 @@
 """Find the files of a `--dataset` of proteins or text, a local file, directory or glob, or a Hub dataset; by split.
 
-The name of a file decides its format: parquet, JSON lines, CSV, FASTA or plain text, all but parquet also compressed.
-A file belongs to the split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz),
-else to `train`. The card of a text dataset may name configurations and splits (extras/sources/hub.py).
+The name of a file decides its format (extras/sources/formats.py). Files that are left out are named in the log. A file
+belongs to the split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz), else to
+`train`. The card of a text dataset may name configurations and splits (extras/sources/hub.py).
 """
 
 from __future__ import annotations
@@ -12,20 +12,15 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from common.cli import UserError
 from common.files.json_files import combined_hash
 from extras.earlier_identity import list_names
-from extras.sources.compression import (
-    LONGEST_DOCUMENT,
-    LONGEST_PROTEIN,
-    check_duplicates,
-    check_file,
-    strip_compression,
-)
+from extras.sources.compression import check_duplicates, check_file
+from extras.sources.formats import INFO_BYTES, PROTEINS, Content, format_of_file
 from extras.sources.hub import (
     CARD,
     HUB_NAME,
@@ -38,90 +33,9 @@ from extras.sources.hub import (
     unreachable_advice,
 )
 
-
-class Format(NamedTuple):
-    """suffixes: of its files' names; contents: what they may hold (`Content.name`); module: defines `texts` and
-    `column`, which do what `read_texts` and `column_of` say ("": extras.sources.sequence_files reads it itself)."""
-
-    suffixes: tuple[str, ...]
-    contents: tuple[str, ...]
-    module: str = ""
-
-
-FORMATS = {
-    "parquet": Format((".parquet", ".pq"), ("proteins", "documents")),
-    "json": Format((".jsonl", ".ndjson", ".json"), ("proteins", "documents")),
-    "csv": Format((".csv", ".tsv"), ("proteins", "documents")),
-    "fasta": Format((".fasta", ".fa", ".faa"), ("proteins",)),
-    "text": Format((".txt",), ("documents",)),
-}
-
-
-@dataclass(frozen=True)
-class Content:
-    """What files contain: proteins or documents.
-
-    name: plural, for messages; columns: possible names of the column of texts; line_ends: whether a text may contain
-    them; other_column: advice if no column has such a name; longest: bytes of a record.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    line_ends: bool
-    other_column: str
-    longest: int = LONGEST_PROTEIN
-
-    @classmethod
-    def from_json(cls, value: dict) -> Content:
-        """From `dataclasses.asdict` after JSON."""
-        return cls(**value | {"columns": tuple(value["columns"])})
-
-    @property
-    def formats(self) -> dict[str, Format]:
-        """Those of FORMATS that may hold it."""
-        return {kind: each for kind, each in FORMATS.items() if self.name in each.contents}
-
-    @property
-    def suffixes(self) -> str:
-        """Possible suffixes of its files, for messages."""
-        return ", ".join(suffix for each in self.formats.values() for suffix in each.suffixes)
-
-    def format_of(self, path: str) -> str | None:
-        """The key of FORMATS for a file name; None if it is not one of `formats`."""
-        name = strip_compression(path.lower())
-        for kind, each in self.formats.items():
-            if name.endswith(each.suffixes) and not (kind == "parquet" and name != path.lower()):
-                return kind
-        return None
-
-
-PROTEINS = Content(
-    "proteins",
-    ("sequence", "text"),
-    line_ends=False,
-    other_column="rename the one that holds the proteins; or if none does, leave the file out by a pattern in place "
-    "of a directory ('DIR/*.fasta')",
-)
-
-
-def proteins(longest: int = LONGEST_PROTEIN) -> Content:
-    """Proteins, in records of at most `longest` bytes."""
-    return replace(PROTEINS, longest=longest)
-
-
-def documents(column: str, longest: int = LONGEST_DOCUMENT) -> Content:
-    """Text in the column `column`."""
-    return Content(
-        "documents",
-        (column,),
-        line_ends=True,
-        other_column="name the column of the documents: --text_column",
-        longest=longest,
-    )
-
-
 logger = logging.getLogger(__name__)
 
+NAMED = 5  # files that are left out, in the log
 LONGEST_CARD = 4 << 20  # characters; most front matters have some hundreds
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -160,7 +74,8 @@ class Source:
     def identity(self, split: str) -> str:
         """A hash (hex) of a split's contents in order, whatever the files' names."""
         files = self.splits.get(split, ())
-        read_as = [(file.kind, file.content.columns) for file in files]
+        # Gaps only where they are given, so that earlier identities hold.
+        read_as = [(file.kind, file.content.columns, *filter(None, [file.content.gaps])) for file in files]
         held = self.contents[split] if self.revision is None else self._listing(split)
         return hashlib.sha256(repr([held, read_as]).encode()).hexdigest()
 
@@ -276,10 +191,10 @@ def split_of(path: str) -> str:
     return "train"
 
 
-def _file(path: str, name: str, size: int, content: Content) -> File | None:
-    """The file if its name and size fit the content."""
+def _hub_file(path: str, name: str, size: int, content: Content) -> File | None:
+    """The file of the Hub if its name and size fit the content."""
     kind = content.format_of(name)
-    if kind is None or (name.endswith(".json") and size < 1 << 16):
+    if kind is None or (name.endswith(".json") and size < INFO_BYTES):
         return None  # dataset_infos.json and the like lie beside the data of many Hub datasets
     return File(path, kind, size, content)
 
@@ -298,7 +213,7 @@ def _local(request: Request, name: str) -> Source:
     path, given, content = Path(name).expanduser(), request.given, request.content
     if name == "-" or (os.path.lexists(path) and not path.is_dir()):
         check_file(path, given)
-        if (kind := content.format_of(path.name)) is None:
+        if (kind := content.format_of(path.name) or format_of_file(path, content)) is None:
             raise UserError(f"{given}: its name has no known suffix: expected {content.suffixes}")
         file = File(str(path), kind, path.stat().st_size, content)
         return Source(name, {request.train or "train": (file,)})
@@ -316,13 +231,22 @@ def _local(request: Request, name: str) -> Source:
         if not any(p.is_file() for p in found):
             raise UserError(f"{given}: no such file or directory, and no file matches it")
         root = Path(os.path.commonpath([p.parent for p in found]))
-    relative = {str(p.relative_to(root)): p for p in found if content.format_of(p.name) and not p.is_dir()}
-    shown = {name: p for name, p in relative.items() if not any(part.startswith(".") for part in Path(name).parts)}
-    for member in shown.values():
-        check_file(member, f"{given}: {member}")
-    check_duplicates(given, list(shown.values()))
-    files = ((relative, _file(str(p), p.name, p.stat().st_size, content)) for relative, p in shown.items())
-    return Source(name, _by_split(request, _without_links({path: file for path, file in files if file}), card))
+    members = {str(p.relative_to(root)): p for p in found if not p.is_dir()}
+    shown = {name: p for name, p in members.items() if not any(part.startswith(".") for part in Path(name).parts)}
+    kinds = {name: kind for name, p in shown.items() if (kind := format_of_file(p, content))}
+    for name in kinds:
+        check_file(shown[name], f"{given}: {shown[name]}")
+    check_duplicates(given, [shown[name] for name in kinds])
+    _say_left_out(given, content, shown.keys() - kinds.keys())
+    files = {name: File(str(shown[name]), kind, shown[name].stat().st_size, content) for name, kind in kinds.items()}
+    return Source(name, _by_split(request, _without_links(files), card))
+
+
+def _say_left_out(given: str, content: Content, names: Iterable[str]) -> None:
+    if names := sorted(names):
+        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+        listed = ", ".join(names[:NAMED]) + more
+        logger.info("%s: left out, no %s by name or content: %s", given, content.name, listed)
 
 
 def _read_card(path: Path) -> str:
@@ -357,8 +281,9 @@ def _hub(request: Request, name: str, streaming: bool) -> Source:
             path = hf_hub_download(name, CARD, repo_type="dataset", revision=info.sha)
             card = _read_card(Path(path))
         addresses = ((path, f"{REMOTE}datasets/{name}@{info.sha}/{path}", size) for path, size in members.items())
-        files = ((path, _file(address, path, size, request.content)) for path, address, size in addresses)
-        source = Source(name, _by_split(request, {path: file for path, file in files if file}, card), info.sha)
+        files = {path: _hub_file(address, path, size, request.content) for path, address, size in addresses}
+        _say_left_out(given, request.content, [path for path, file in files.items() if file is None])
+        source = Source(name, _by_split(request, {path: file for path, file in files.items() if file}, card), info.sha)
         if not streaming:  # download the files of this configuration only
             paths = [file.path.split("@", 1)[1].split("/", 1)[1] for of in source.splits.values() for file in of]
             asked = {"repo_type": "dataset", "revision": info.sha, "allow_patterns": [CARD, *paths]}

@@ -6,12 +6,14 @@ of dnaio 1.2.4 (0.14 s and 0.29 s for 160,000 records). Python handles single re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.cli import UserError
 from extras.sources.compression import (
@@ -24,34 +26,37 @@ from extras.sources.compression import (
     detect_non_text,
     too_long,
 )
-from extras.sources.records import IS_WHITESPACE, NEWLINE, STOP, TAB, WHITESPACE, BadRecords, Lines, cut, prefetch
+from extras.sources.records import NEWLINE, TAB, Lines, cut, prefetch, texts, view
+from extras.sources.residues import ANNOTATIONS, IS_WHITESPACE, WHITESPACE, Cleaner, is_alignment
 
 BLOCK_BYTES = 1 << 20  # fits in the cache, with the arrays made from it
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
 GREATER = b">"[0]
+COMMENT = b";"  # begins a line of comment, as in Pearson's original format
+FIRST_COMMENTS = (b";", b"#")  # before the first record; ColabFold writes a line with #
 
 
 def read_fasta_lines(
     path: Path | str,
     block_bytes: int = BLOCK_BYTES,
-    bad_records: Callable[[UserError], None] | None = None,
     on_read: Callable[[int], None] | None = None,
     max_record: int = LONGEST_PROTEIN,
+    cleaner: Cleaner | None = None,
 ) -> Iterator[Lines]:
     """Yield all records, in file order, in batches: each one line `id TAB sequence NEWLINE`
     (extras/sources/records.py).
 
-    The id is the first word after `>`. White space (Windows line ends, blank lines) and stops (`*`) at the end are
-    removed from the sequence; letters keep their case and other ASCII characters stay. max_record: maximum bytes of a
-    record; memory is a few blocks or a few times max_record.
+    The id is the first word after `>`. Lines of comment (`;`) are left out; sequences are cleaned
+    (extras/sources/residues.py). Letters keep their case. max_record: maximum bytes of a record; memory is a few
+    blocks or a few times max_record.
 
-    bad_records: called with the error of each record without id or sequence, with `>` inside its sequence or with
-    non-ASCII bytes; if it returns, the record is skipped. By default it raises. on_read: called with the number of
-    bytes of the file read so far. UserError, naming file and line, in any case for: not FASTA, an empty file, a
-    truncated or corrupt compressed file, a record that is too long.
+    on_read: called with the number of bytes of the file read so far. cleaner: its `bad_records` is also called with
+    the error of each record without id or sequence, with `>` inside its sequence or with non-ASCII bytes; if it
+    returns, the record is skipped. By default it raises, and gaps are refused. UserError, naming file and line, in any
+    case for: not FASTA, an empty file, a truncated or corrupt compressed file, a record that is too long.
     """
     path = Path(path)
-    bad_records = bad_records or BadRecords("error")
+    cleaner = cleaner or Cleaner(str(path), aligned=is_alignment(path.name))
     line, records = 1, 0  # line: that of the first byte of `rest`
     rest = bytearray()  # possibly the beginning of a record
     begun = False
@@ -71,10 +76,10 @@ def read_fasta_lines(
             searched = max(len(rest) - 1, 0)
             rest += block
             if not begun:
-                blank = len(rest) - len(rest.lstrip(WHITESPACE))
-                line += rest.count(NEWLINE, 0, blank)
-                del rest[:blank]
-                begun = bool(rest)
+                before = _before_first_record(rest, at_end=not block)
+                line += rest.count(NEWLINE, 0, before)
+                del rest[:before]
+                begun = bool(rest) and not (block and rest.startswith(FIRST_COMMENTS))
                 if begun and rest[0] != GREATER:
                     raise UserError(f"{path}: line {line}: not FASTA: {_what_else(bytes(rest[:HEAD_BYTES]))}")
             if not block:
@@ -82,9 +87,10 @@ def read_fasta_lines(
             # Only records before the last header are known to be complete.
             if end := rest.rfind(b"\n>", searched) + 1:
                 complete, rest = rest[:end], rest[end:]
-                found = _Records(complete)
+                found = _Records(_without_comments(complete))
                 found.check_lengths(path, line, records, max_record)
-                yield from found.lines(path, line, records, bad_records)
+                cleaner.changes.blanks += found.num_blanks
+                yield from _cleaned(found.lines(path, line, records, cleaner.bad_records), cleaner)
                 line += found.num_lines
                 records += found.num_records
             if len(rest) > max_record:
@@ -93,16 +99,71 @@ def read_fasta_lines(
             raise UserError(f"{path}: empty file: expected FASTA records ('>id', then the sequence)")
         if rest[-1] != NEWLINE:
             rest.append(NEWLINE)
-        yield from _Records(rest).lines(path, line, records, bad_records)
+        found = _Records(_without_comments(rest))
+        cleaner.changes.blanks += found.num_blanks
+        yield from _cleaned(found.lines(path, line, records, cleaner.bad_records), cleaner)
 
 
 def read_fasta(
-    path: Path | str, block_bytes: int = BLOCK_BYTES, max_record: int = LONGEST_PROTEIN
+    path: Path | str,
+    block_bytes: int = BLOCK_BYTES,
+    max_record: int = LONGEST_PROTEIN,
+    cleaner: Cleaner | None = None,
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (id, sequence) of every record; slow."""
-    for lines in read_fasta_lines(path, block_bytes, max_record=max_record):
+    """Yield (id, sequence) of every record, as `read_fasta_lines`; slow."""
+    for lines in read_fasta_lines(path, block_bytes, max_record=max_record, cleaner=cleaner):
         for line in lines.to_pylist():
             yield tuple(line[:-1].split(b"\t"))
+
+
+def _before_first_record(start: bytearray, at_end: bool) -> int:
+    """The bytes of blank lines and whole lines of comment at the beginning of a file."""
+    place = 0
+    while True:
+        place = len(start) - len(start[place:].lstrip(WHITESPACE))
+        if not start.startswith(FIRST_COMMENTS, place):
+            return place
+        end = start.find(b"\n", place)
+        if end < 0:
+            return len(start) if at_end else place
+        place = end + 1
+
+
+def _without_comments(block: bytearray) -> bytearray:
+    """With blanks in place of the lines of comment, so that lines keep their numbers."""
+    if b"\n" + COMMENT not in block:
+        return block
+    return bytearray(re.sub(rb"(?<=\n);[^\n]*", lambda comment: b" " * len(comment[0]), block))
+
+
+def _cleaned(batches: Iterator[Lines], cleaner: Cleaner) -> Iterator[Lines]:
+    """The lines with cleaned sequences, without those that have none then."""
+    for lines in batches:
+        lines = _without_annotations(lines, cleaner) if cleaner.aligned else lines
+        data, offsets = view(lines)
+        tabs = np.flatnonzero(data == TAB)
+        ids = cut(data, np.stack([offsets[:-1], tabs], axis=1))
+        found, bounds = view(cut(data, np.stack([tabs + 1, offsets[1:] - 1], axis=1)))
+        text, ends, refused = cleaner(found, bounds, lambda n, ids=ids: f"record {ids[n].as_py().decode()[:60]}")
+        if len(text) == len(found):
+            yield lines
+            continue
+        lengths = np.diff(ends)
+        for number in sorted(set(np.flatnonzero(lengths == 0).tolist()) - set(refused)):
+            name = ids[number].as_py().decode()[:60]
+            cleaner.bad_records(UserError(f"{cleaner.where}: record {name} has no residues: remove it"))
+        columns = [ids.cast(pa.binary()), texts(text, ends, pa.binary())]
+        kept = [column.filter(pa.array(lengths > 0)) for column in columns]
+        if len(kept[0]):
+            joined = pc.binary_join_element_wise(*kept, bytes([TAB]))
+            yield pc.binary_join_element_wise(joined, bytes([NEWLINE]), b"").cast(pa.large_binary())
+
+
+def _without_annotations(lines: Lines, cleaner: Cleaner) -> Lines:
+    starts = tuple(name + bytes([TAB]) for name in ANNOTATIONS)
+    is_protein = np.array([not line.startswith(starts) for line in lines.to_pylist()])
+    cleaner.changes.annotations += int(np.count_nonzero(~is_protein))
+    return lines.filter(pa.array(is_protein))
 
 
 def _read_blocks(path: Path, block_bytes: int) -> Iterator[tuple[bytes, int]]:
@@ -150,8 +211,8 @@ class _Records:
         words_a_line = np.diff(line_words, append=len(begin))
         self.in_header = np.repeat(opens_record[line_words], words_a_line)  # [W]
         self.num_records, self.num_lines = len(self.first), len(line_words)
+        self.num_blanks = int(np.count_nonzero(~self.in_header & ~opens_line & (self.end > begin)))  # within sequences
 
-        self._drop_stops()
         self.ids = self._find_ids()  # [R], words
         residues = np.where(self.in_header, 0, self.end - self.begin)
         self.bad = np.add.reduceat(residues, self.first) == 0  # [R]
@@ -194,28 +255,6 @@ class _Records:
         _, offsets, text = pieces.buffers()
         offsets = np.frombuffer(offsets, np.int64)[np.append(ids, len(words))]
         yield Lines.from_buffers(pa.large_binary(), len(ids), [None, pa.py_buffer(offsets), text])
-
-    def _drop_stops(self) -> None:
-        """Remove `*` from the ends of sequences."""
-        if STOP not in self.block:
-            return
-        words = np.flatnonzero(~self.in_header & (self.end > self.begin))
-        before_next = np.searchsorted(words, np.append(self.first[1:], len(self.begin))) - 1
-        places = np.unique(before_next[before_next >= 0])  # in `words`, of the records' last ones
-        last = words[places]
-        stopped = self.data[self.end[last] - 1] == STOP
-        self.end[last[stopped]] -= 1
-        # More than one is rare: handled one sequence at a time, over several words if a word is only `*`.
-        end = self.end[last]
-        more = stopped & ((end == self.begin[last]) | (self.data[end - 1] == STOP))
-        for place in places[more].tolist():
-            record = np.searchsorted(self.first, words[place], side="right")
-            while place >= 0 and np.searchsorted(self.first, word := words[place], side="right") == record:
-                kept = self.block[self.begin[word] : self.end[word]].rstrip(b"*")
-                self.end[word] = self.begin[word] + len(kept)
-                if kept:
-                    break
-                place -= 1
 
     def _find_ids(self) -> np.ndarray:
         """The first nonempty word of each header; an empty one if there is none."""

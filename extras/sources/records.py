@@ -1,4 +1,4 @@
-"""Records as lines of bytes `id TAB text NEWLINE`, counting of bad records, prefetching, and cleaning of residues.
+"""Records as lines of bytes `id TAB text NEWLINE`, counting of bad records, and prefetching.
 
 Neither id nor text has white space, so nothing is quoted or escaped: a record is one element to sort by, and a batch
 of records is one Arrow array, contiguous in memory and written as one buffer.
@@ -10,18 +10,17 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
-from common.models.esm2.alphabet import BYTE_TO_ID, UNK
+from common.data import Policy as Policy
 
 logger = logging.getLogger(__name__)
 Lines = pa.LargeBinaryArray
 TAB, NEWLINE = b"\t\n"
-Policy = Literal["error", "skip"]  # for records that cannot be used
 REMEMBERED = 5
 Item = TypeVar("Item")
 _END = object()
@@ -122,99 +121,3 @@ def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
             pool.shutdown(cancel_futures=True)
             if hasattr(items, "close"):
                 items.close()
-
-
-# Which characters of a text are residues: one rule for all readers. White space, and stops (`*`) at the end, are
-# removed; any other character becomes `<unk>` and is counted. Too many unknown characters, or words, are an error;
-# DNA, whose letters all stand for residues, is a warning.
-
-WHITESPACE = b" \t\r\n\v\f"
-STOP = b"*"[0]
-RESIDUES = np.flatnonzero(BYTE_TO_ID != UNK).astype(np.uint8).tobytes()  # as letters
-IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
-# Highest share of unknown characters in proteins, given ENOUGH characters; 0.5 for fewer.
-ENOUGH, MOST_UNKNOWN = 1000, 0.1
-# Texts with a higher share of these letters are DNA or RNA. In 8,000 proteins of UniRef90 the share is 28 %.
-NUCLEOTIDES, MOST_NUCLEOTIDES = b"ACGTUNacgtun", 0.9
-SAMPLED = 1 << 16  # characters of each batch, to detect nucleotides
-# Gaps a character: more than in any prose. Some tools write proteins with a space after each residue.
-SPACED = 0.4
-
-
-def clean(data: np.ndarray, offsets: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Texts without white space and without the stops at their ends.
-
-    data: uint8, N texts end to end; offsets: int [N + 1] of the texts. Returns the cleaned characters uint8 [C] and
-    offsets from 0; views if nothing was removed. A text may become empty. UserError, which begins with `where`, for
-    words: white space at more than a tenth of the positions, but not between single letters.
-    """
-    data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
-    if not len(data):
-        return data, offsets
-    _warn_of_nucleotides(where, data)
-    blank = data <= ord(" ")
-    if blank.any():
-        blank &= IS_WHITESPACE[data]
-        kept = np.flatnonzero(~blank)
-        data, offsets = _without(data, offsets, blank)
-        gap_before = np.diff(kept, prepend=-1) > 1
-        gap_before[offsets[:-1][offsets[:-1] < len(data)]] = False  # nor white space before a text
-        _check_words(where, np.count_nonzero(gap_before), len(data))
-    filled = np.flatnonzero(np.diff(offsets))
-    last = offsets[filled + 1] - 1
-    stopped = data[last] == STOP
-    if not stopped.any():
-        return data, offsets
-    is_stop = np.zeros(len(data), bool)
-    is_stop[last[stopped]] = True
-    # More than one stop is rare: handled one text at a time.
-    for text in filled[stopped][data[np.maximum(last[stopped] - 1, 0)] == STOP].tolist():
-        begin, end = int(offsets[text]), int(offsets[text + 1])
-        is_stop[begin + len(data[begin:end].tobytes().rstrip(b"*")) : end] = True
-    return _without(data, offsets, is_stop)
-
-
-def _without(data: np.ndarray, offsets: np.ndarray, dropped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Remove the characters where `dropped`, bool [C]; offsets int64 [N + 1], from 0."""
-    kept = np.append(0, np.cumsum(~dropped))
-    return data[~dropped], kept[offsets]
-
-
-def _check_words(where: str, gaps: int, characters: int) -> None:
-    if gaps + characters >= ENOUGH and MOST_UNKNOWN * (gaps + characters) < gaps < SPACED * characters:
-        raise UserError(
-            f"{where}: {gaps / (gaps + characters):.0%} of the characters are blanks between words: are these "
-            "proteins? (a column of names or descriptions is not)"
-        )
-
-
-_warned: list[str] = []  # about nucleotides: once a process
-
-
-def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
-    if len(data) < ENOUGH or _warned:
-        return
-    data = data[:SAMPLED]
-    share = 1 - len(data.tobytes().translate(None, NUCLEOTIDES)) / len(data)
-    if share > MOST_NUCLEOTIDES:
-        _warned.append(where)
-        logger.warning(
-            "%s: %.0f%% of the characters are A, C, G, T, U or N: this looks like DNA or RNA, not protein: translate "
-            "it first",
-            where,
-            100 * share,
-        )
-
-
-def check_residues(where: str, unknown: int, characters: int) -> None:
-    """UserError if the share of `unknown` characters is that of names, prose or numbers, not of proteins."""
-    if unknown > (MOST_UNKNOWN if characters >= ENOUGH else 0.5) * characters:
-        raise UserError(
-            f"{where}: {unknown / characters:.0%} of the characters are not residues: are these proteins? "
-            "(a column of names or numbers is not)"
-        )
-
-
-def count_unknown(data: np.ndarray) -> int:
-    """Number of characters, uint8 [C], that are not residues."""
-    return len(data.tobytes().translate(None, RESIDUES))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -36,18 +35,20 @@ from extras.sources.compression import (
     strip_compression,
     too_long,
 )
-from extras.sources.csv_records import STRAY_QUOTE, column_named, first_with_line_end, read_header
-from extras.sources.dataset import FORMATS, File
+from extras.sources.csv_records import column_named, read_header
+from extras.sources.dataset import File
 from extras.sources.fasta import read_fasta_lines
+from extras.sources.formats import FORMATS
 from extras.sources.hub import FIRST_WAIT_S, REMOTE, Retries, brief
 from extras.sources.parquet_pages import coalesce, fetched, read_columns
-from extras.sources.records import characters, check_residues, clean, columns, count_unknown
+from extras.sources.records import BadRecords, characters, columns
+from extras.sources.residues import Cleaner, is_alignment
+from extras.sources.tables import Table
 
 TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
 TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
 ROWS_AT_ONCE = 4096
 BLOCK_BYTES = 4 << 20
-BLANK_LINES = re.compile(rb"\n[ \t\r\n]*\n")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
 
     UserError for a column of another type and for a text that is too long; Arrow's errors for a damaged file.
     """
-    readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta, "text": _plain}
+    readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta}
     texts = readers.get(unit.file.kind) or import_module(FORMATS[unit.file.kind].module).texts
     longest, row = unit.file.content.longest, 0
     with closing(texts(unit)) as blocks, _naming_the_row(unit, lambda: row):
@@ -105,9 +106,6 @@ def column_of(file: File) -> str | None:
         check_file(Path(file.path), file.path)
         return None
     with open_stream(file) as (_, stream):
-        if file.kind == "text":
-            _check_plain(unit, stream)
-            return None
         if file.kind == "csv":
             return _column(unit, read_header(stream, str(unit), _delimiter(unit)))
         return _column(unit, _names_of_first_object(unit, stream))
@@ -176,28 +174,15 @@ def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
 
 
 def _csv(unit: Unit) -> Iterator[pa.Array]:
-    read = pa.csv.ReadOptions(block_size=_block_bytes(unit), use_threads=False)
     line_ends = unit.file.content.line_ends
-    parse = pa.csv.ParseOptions(delimiter=_delimiter(unit), newlines_in_values=line_ends)
     with open_stream(unit.file) as (_, stream):
-        names = read_header(stream, str(unit), parse.delimiter)
+        names = read_header(stream, str(unit), _delimiter(unit))
         column = _column(unit, names)
-        # This column only, as text: pyarrow would infer types of the others, and fail at a later row of another type.
-        convert = pa.csv.ConvertOptions(
-            column_types={column: pa.string()}, include_columns=[column], strings_can_be_null=False
-        )
-        read.column_names = names
-        if not stream.peek(1):
-            return
-        row = 0
-        with pa.csv.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert) as reader:
-            for batch in reader:
-                if not line_ends and (bad := first_with_line_end(batch.columns)) is not None:
-                    raise UserError(f"{unit}: row {row + bad + 1}: {STRAY_QUOTE}")
-                if not line_ends and (again := _header_again(batch.column(0), column)) is not None:
-                    raise UserError(f"{unit}: row {row + again + 1}: the header once more: remove the row")
-                row += batch.num_rows
-                yield batch.column(0)
+        table = Table(str(unit), names, [column], pa.string(), _block_bytes(unit), _delimiter(unit), line_ends)
+        for numbers, batch in table.rows(stream):
+            if not line_ends and (again := _header_again(batch.column(0), column)) is not None:
+                raise UserError(f"{unit}: row {numbers[again]}: the header once more: remove the row")
+            yield batch.column(0)
 
 
 def _delimiter(unit: Unit) -> str:
@@ -215,39 +200,10 @@ def _header_again(text: pa.Array, column: str) -> int | None:
 
 
 def _fasta(unit: Unit) -> Iterator[pa.Array]:
-    for lines in read_fasta_lines(local_path(unit), max_record=unit.file.content.longest):
+    cleaner = _cleaner(unit)
+    for lines in read_fasta_lines(local_path(unit), max_record=unit.file.content.longest, cleaner=cleaner):
         yield columns(lines).column("text")
-
-
-def _plain(unit: Unit) -> Iterator[pa.Array]:
-    """Documents separated by one or more empty lines."""
-    left, searched, number, longest = bytearray(), 0, 1, unit.file.content.longest
-    with open_stream(unit.file) as (_, stream):
-        _check_plain(unit, stream)
-        while chunk := stream.read(min(BLOCK_BYTES, longest)):
-            left += chunk
-            ends = [match.span() for match in BLANK_LINES.finditer(left, searched)]
-            found, begin = [], 0
-            for end, following in ends:
-                found.append(bytes(left[begin:end].strip(b"\r\n")))
-                begin = following
-            if found := [document.decode() for document in found if document.strip()]:
-                yield pa.array(found)
-            number += left.count(b"\n", 0, begin)
-            del left[:begin]
-            if len(left) > longest:
-                raise UserError(
-                    f"{unit}: line {number}: no empty line in {longest:,} bytes: in plain text they separate "
-                    "documents; with a document a line, make it JSON lines; or raise --max_record_length"
-                )
-            searched = len(left.rstrip(b" \t\r\n"))
-    if left.strip():
-        yield pa.array([left.strip(b"\r\n").decode()])
-
-
-def _check_plain(unit: Unit, stream: BinaryIO) -> None:
-    if problem := detect_non_text(stream.peek(HEAD_BYTES)[:HEAD_BYTES]):
-        raise UserError(f"{unit}: not plain text: {problem}")
+    _report(unit, cleaner)
 
 
 def _column(unit: Unit, names: list[str]) -> str:
@@ -361,11 +317,34 @@ def read_rows(unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S) -> Itera
 def read_sequences(
     unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """`read_rows` of proteins, cleaned (extras.sources.records): characters uint8 [C] and row offsets [n + 1]."""
+    """`read_rows` of proteins, cleaned (extras.sources.residues): characters uint8 [C] and row offsets [n + 1].
+
+    A row that is skipped or has no protein is empty. What was changed is logged at the end of the unit.
+    """
+    if unit.file.kind == "fasta":  # cleaned as it is parsed, where records have names
+        yield from (characters(text) for text in read_rows(unit, first_row, wait_s))
+        return
+    cleaner, row = _cleaner(unit), first_row
     for text in read_rows(unit, first_row, wait_s):
-        data, offsets = clean(*characters(text), str(unit))
-        check_residues(str(unit), count_unknown(data), len(data))
+        data, offsets, refused = cleaner(*characters(text), lambda number, row=row: f"row {row + number + 1:,}")
+        cleaner.changes.empty += int(np.count_nonzero(np.diff(offsets) == 0)) - len(refused)
+        row += len(text)
         yield data, offsets
+    _report(unit, cleaner)
+
+
+def _cleaner(unit: Unit) -> Cleaner:
+    content = unit.file.content
+    return Cleaner(str(unit), content.gaps, BadRecords(content.on_bad_record), is_alignment(unit.file.path))
+
+
+_reported: set[str] = set()  # units, by this process: each epoch reads them again
+
+
+def _report(unit: Unit, cleaner: Cleaner) -> None:
+    if str(unit) not in _reported:
+        _reported.add(str(unit))
+        cleaner.report()
 
 
 class _Network(Exception):

@@ -22,16 +22,8 @@ from common.data.token_store import open_split
 from common.data.training_data import Makers, PreparedData, ProteinData, check_eval_sets
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.sources.dataset import (
-    Content,
-    File,
-    Source,
-    check_same_files,
-    held_out_files,
-    open_source,
-    proteins,
-    with_contents,
-)
+from extras.sources.dataset import File, Source, check_same_files, held_out_files, open_source, with_contents
+from extras.sources.formats import Content, proteins
 from extras.sources.hub import REMOTE
 from extras.sources.sequence_files import (
     Unit,
@@ -230,7 +222,7 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
 
 def find_source(flags: DataFlags, makers: Makers | None = None) -> Source:
     """The files of --dataset, if given, and of each set of --eval_dataset as a split."""
-    source, content = None, proteins(flags.max_record_length)
+    source, content = None, proteins(flags.max_record_length, flags.gaps, flags.on_bad_record)
     if flags.dataset:
         source = _find_dataset(flags, makers or {}, content)
     for name, path in flags.eval_sets.items():
@@ -325,7 +317,7 @@ def _count_text(file: File) -> float:
 
 
 def _records(kind: str, lines: Iterable[bytes]) -> int:
-    if kind == "fasta":
+    if kind == "fasta":  # alignments too
         return sum(line.startswith(b">") for line in lines)
     if kind == "text":
         filled = [bool(line.strip()) for line in lines]

@@ -20,7 +20,8 @@ from common.data.loader import Order, PlannedOrder, evaluation_batches
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import EVAL_SEED, PlannedData
 from common.distributed.world import World
-from extras.sources.dataset import Source, check_same_files, documents, open_source, with_contents
+from extras.sources.dataset import Source, check_same_files, open_source, with_contents
+from extras.sources.formats import documents
 from extras.sources.hub import REMOTE
 from extras.sources.sequence_files import check_columns
 from extras.sources.streamed_data import StreamedData, count_records

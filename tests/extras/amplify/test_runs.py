@@ -14,6 +14,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.alphabet import TOKENS as ESM2_LETTERS
 from extras.amplify.alphabet import ALPHABET, TOKENS
 from extras.sources.dataset import open_source
+from extras.sources.formats import proteins
 from extras.sources.streamed_data import MemoryStore
 from extras.sources.streams import plan_streams
 from tests.extras import encoder_runs
@@ -26,7 +27,7 @@ SIZES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_s
 RUN = encoder_runs.RUN | {"config_name": "chandar-lab/AMPLIFY_120M", "config_overrides": SIZES}
 SHORT = {"max_steps": 2, "save_final_model": False, "save_steps": 2}
 # Every letter of ESM-2's alphabet, small letters, and a character of none.
-PROTEINS = ["MKTAYIAKQRQISFVKSHFSRQ", "mlknvqvqlv", "".join(ESM2_LETTERS[4:31]), "AC|DB*XUZO.-", "WW"] * 8
+PROTEINS = ["MKTAYIAKQRQISFVKSHFSRQ", "mlknvqvqlv", "".join(ESM2_LETTERS[4:31]), "AC|DB*XUZO.-LAGVSERTIDPKQ", "WW"] * 8
 LACKING = "XUZO.-"
 
 
@@ -63,7 +64,7 @@ def ids_by_letter(protein: str) -> list[int]:
 def test_amplify_ids_of_prepared_and_streamed_proteins_are_by_letter(fasta, prepared):
     expected = [ids_by_letter(protein) for protein in PROTEINS]
     store = TokenStore(prepared, ALPHABET)
-    files = open_source(str(fasta), streaming=False).splits["train"]
+    files = open_source(str(fasta), streaming=False, content=proteins(gaps="keep")).splits["train"]
     for held in (store, MemoryStore.read(files, 1000, alphabet=ALPHABET)):
         numbers = np.arange(len(PROTEINS))
         ids, offsets = held.gather(numbers, np.zeros_like(numbers), held.lengths(numbers))

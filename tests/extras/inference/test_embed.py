@@ -175,10 +175,13 @@ def test_embed_parts_record_their_input(model, tmp_path):
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([("a", "MKVLAG"), ("digits", "0123456789")], "62% of the characters are not residues"),
-        ([("a", "MKVLAG" * 200), ("dots", "?!;:" * 40)], "12% of the characters are not residues"),
+        ([("a", "MKVLAG"), ("digits", "0123456789")], "record digits has 10 characters of 10 that are not residues"),
+        (
+            [("a", "MKVLAG" * 20_000), ("dots", "?!;:" * 40)],
+            "record dots has 160 characters of 160 that are not residues",
+        ),
         ([("a", "MKVLAG"), ("none", "")], "line 3: record 2 (none) has no sequence"),
-        ([("a", "MKVLAG"), ("stop", "**")], "line 3: record 2 (stop) has no sequence"),
+        ([("a", "MKVLAG"), ("stop", "**")], "record stop has no residues"),
     ],
 )
 def test_embed_refuses_text_that_is_not_protein(model, tmp_path, records, said):
@@ -188,16 +191,17 @@ def test_embed_refuses_text_that_is_not_protein(model, tmp_path, records, said):
 
 
 def test_embed_counts_unknown_characters_and_duplicate_ids(model, tmp_path, caplog):
-    records = [("a", "MKVL1AG*A"), ("a", "mkvlag"), ("b", "MK7LAG"), ("a", "MKVLAG"), ("c", "MKVLAG")]
+    tail = "LAGVSERTIDPKQNFY"
+    records = [("a", f"MKVL1AG*A{tail}"), ("a", "mkvlag"), ("b", f"MK7LAG{tail}"), ("a", "MKVLAG"), ("c", "MKVLAG")]
     call_embed(model, write_fasta(tmp_path / "my.fasta", records), tmp_path / "out")
     warnings = [record.getMessage().partition(": ")[2] for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
-        "3 characters in 2 proteins are not residues: <unk>",
+        "3 characters in 2 records are not residues: <unk> (record a, record b)",
         "2 ids are repeated: each gets a row",
     ]
     assert json.loads((tmp_path / "out/embeddings/.complete.json").read_text())["results"] == {
         "proteins": 5,
-        "residues": 33,
+        "residues": 65,
         "unknown": 3,
         "with_unknown": 2,
         "duplicates": 2,

@@ -270,8 +270,8 @@ def test_score_refuses_an_unknown_protein(job, tmp_path):
 @pytest.mark.parametrize(
     ("proteins", "message"),
     [
-        ([("one", "MKVLAG"), ("two", "MKV"), ("one", "MKVLAGT")], "the id 'one' is repeated"),
-        ([("one", "1234567890")], "100% of the characters are not residues"),
+        ([("one", "MKVLAG"), ("two", "MKV"), ("one", "MKVLAGT")], "two records have the id 'one'"),
+        ([("one", "1234567890")], "record one has 10 characters of 10 that are not residues"),
     ],
 )
 def test_score_refuses_ambiguous_proteins(job, tmp_path, proteins, message):

@@ -70,15 +70,15 @@ def test_tokenize_ids_equal_transformers_on_a_generated_sample(tmp_path, tokeniz
 
 
 def test_tokenize_every_token_lower_case_and_unknown(tmp_path, caplog):
-    rows = [("all", "LAGVSERTIDPKQNFYMHWCXBUZO.-"), ("lower", "mkvla"), ("odd", "M*K1V?J")]
+    rows = [("all", "LAGVSERTIDPKQNFYMHWCXBUZO.-"), ("lower", "mkvla"), ("odd", "M*K1V?J" + "LA" * 20)]
     write_csv(tmp_path / "csv", rows)
     with caplog.at_level("INFO"):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path, "--gaps", "keep")
     found = dict(itertools.chain(*load(tmp_path).values()))
     assert list(found["all"]) == [0, *range(4, 31), 2]
     assert list(found["lower"]) == encode("MKVLA").tolist()
-    assert list(found["odd"]) == [0, 20, UNK, 15, UNK, 7, UNK, UNK, 2]
-    assert "4 characters in 1 records are not residues" in caplog.text
+    assert list(found["odd"]) == [0, 20, UNK, 15, UNK, 7, UNK, UNK, *([4, 5] * 20), 2]
+    assert "4 characters in 1 records are not residues: <unk> (row 3)" in caplog.text
 
 
 @pytest.mark.parametrize("length", [3, 10, 50])
@@ -343,8 +343,8 @@ def test_read_rows_cleans_texts_as_fasta(tmp_path, quote):
         ("twice", "MKV"),
         ("twice", "MKVLA*"),
         ("twice", "MKV"),
-        ("odd", " mk v*L1* **"),
-        ("x", "*M "),
+        ("odd", " mk v*L1* **".replace("k", "k" + "L" * 20)),
+        ("x", "*M " + "LAGVSERTI"),
     ]
     write_csv(tmp_path / "csv", rows)
     if quote:
@@ -354,7 +354,7 @@ def test_read_rows_cleans_texts_as_fasta(tmp_path, quote):
     found = sorted(itertools.chain(*load(tmp_path).values()))
     kept = [(name, text.replace(" ", "").rstrip("*")) for name, text in rows]
     assert found == sorted((name, encode(text).tolist()) for name, text in kept)
-    assert dict(found)["odd"] == [0, 20, 15, 7, UNK, 4, UNK, 2]
+    assert dict(found)["odd"] == [0, 20, 15, *([4] * 20), 7, UNK, 4, UNK, 2]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])

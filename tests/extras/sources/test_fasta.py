@@ -12,15 +12,16 @@ import pytest
 from common.cli import UserError
 from extras.sources.fasta import read_fasta, read_fasta_lines
 from extras.sources.records import BadRecords, columns
+from extras.sources.residues import Cleaner
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 
 MESSY = (
-    b"\xef\xbb\xbf\r\n\n>one the first > of them\r\nMKV LA\r\n\r\nga*g\r\n"  # BOM, Windows, spaces
+    b"\xef\xbb\xbf\r\n\n>one the first > of them\r\nMKV LA\r\n\r\nga*gtyw\r\n"  # BOM, Windows, spaces
     b">two\tdescription\nACD\tEFG*\n\n"  # tabs, the stop at the end
-    b"> three\nX1-.\n"  # space before the id
+    b"> three\nX1MKVLAGTYW\n;a comment\nA\n"  # space before the id
     b">four\nMK"  # no line end
 )
-CLEAN = [(b"one", b"MKVLAga*g"), (b"two", b"ACDEFG"), (b"three", b"X1-."), (b"four", b"MK")]
+CLEAN = [(b"one", b"MKVLAga*gtyw"), (b"two", b"ACDEFG"), (b"three", b"X1MKVLAGTYWA"), (b"four", b"MK")]
 
 
 @pytest.mark.parametrize("block_bytes", [1, 2, 3, 5, 7, 16, 33, 1 << 20])
@@ -49,7 +50,7 @@ def test_fasta_of_real_sample_equals_plain_reader():
         (b"id,text\na,MK\n", "line 1: not FASTA"),
         (b">a\nMK\n>b\n>c\nMK\n", r"line 3: record 2 \(b\) has no sequence"),
         (b">a\nMK\n>b\n \r\n", r"line 3: record 2 \(b\) has no sequence"),
-        (b">a\nMK\n>b\n*\n", r"line 3: record 2 \(b\) has no sequence"),
+        (b">a\nMK\n>b\n*\n", "record b has no residues"),
         (b">a\nM\nK\n\n>\nMK\n", "line 5: record 2 has no id"),
         (b"> \t\nMK\n", "line 1: record 1 has no id"),
         (b">a\nMK\n>b\nMK\nV\xc3\xa9LA\n", "line 5: non-ASCII byte 0xc3 in the sequence of b"),
@@ -100,7 +101,9 @@ def one_by_one(content: bytes) -> list[tuple[int, bytes, bytes, bool]]:
         header, _, body = part.partition(b"\n")
         name, sequence = (header.split() or [b""])[0], b"".join(body.split())
         sequence = sequence.rstrip(b"*")
+        unknown = sum(letter not in b"LAGVSERTIDPKQNFYMHWCXBUZO" for letter in sequence.upper())
         usable = bool(name and sequence) and b">" not in sequence and (name + sequence).isascii()
+        usable = usable and 10 * unknown <= len(sequence)
         records.append((line, name, sequence, usable))
         line += part.count(b"\n") + 1
     return records
@@ -137,14 +140,14 @@ def test_fasta_of_random_bytes_equals_plain_reader(tmp_path, seed):
     expected = one_by_one(content)
     for block_bytes in (1, 7, draw.randrange(2, 2000), 1 << 20):
         bad = []
-        batches = list(record_batches(path, block_bytes, bad.append))
+        batches = list(record_batches(path, block_bytes, cleaner=Cleaner("a.fasta", bad_records=bad.append)))
         found = [(row["id"].encode(), row["text"].encode()) for batch in batches for row in batch.to_pylist()]
         assert found == [(name, sequence) for _, name, sequence, usable in expected if usable]
-        assert [re.search(r"line (\d+)", str(complaint))[1] for complaint in bad if "record" in str(complaint)] == [
-            str(line)
-            for (line, name, sequence, usable) in expected
-            if not usable and (b">" not in sequence and sequence.isascii() or not name or not name.isascii())
-        ]
+        told = [re.search(r"line (\d+): record", str(complaint)) for complaint in bad]
+        lines = [int(where[1]) for where in told if where]
+        assert set(lines) <= {line for line, *_, usable in expected if not usable}
+        assert set(lines) >= {line for line, name, *_ in expected if not name}
+        assert lines == sorted(lines)
         assert len(bad) == sum(not usable for *_, usable in expected)
 
 
@@ -170,10 +173,10 @@ def test_fasta_reads_titin(tmp_path, line_end):
 
 
 def test_fasta_keeps_case_and_odd_letters(tmp_path):
-    """Lower case, stops and gaps inside, ids that come twice."""
+    """Lower case, stops inside, ids that come twice."""
     path = tmp_path / "a.fasta"
-    path.write_bytes(b">same\nmkVL-A.X\n>same\nMK*LA**\n>same\nMK\n*\n")
-    assert list(read_fasta(path)) == [(b"same", b"mkVL-A.X"), (b"same", b"MK*LA"), (b"same", b"MK")]
+    path.write_bytes(b">same\nmkVLAX\n>same\nMK*LAGVSERT**\n>same\nMK\n*\n")
+    assert list(read_fasta(path)) == [(b"same", b"mkVLAX"), (b"same", b"MK*LAGVSERT"), (b"same", b"MK")]
 
 
 def test_fasta_skips_bad_records(tmp_path):
@@ -182,7 +185,8 @@ def test_fasta_skips_bad_records(tmp_path):
     path.write_bytes(content)
     for block_bytes in (1, 1 << 20):
         bad = BadRecords("skip")
-        rows = [row for batch in record_batches(path, block_bytes, bad) for row in batch.to_pylist()]
+        cleaner = Cleaner("bad.fasta", bad_records=bad)
+        rows = [row for batch in record_batches(path, block_bytes, cleaner=cleaner) for row in batch.to_pylist()]
         assert [(row["id"], row["text"]) for row in rows] == [("a", "MK"), ("c", "MV"), ("g", "MK"), ("i", "MV")]
         assert bad.count == 6
         wheres = ["3: record 2", "6: record 4", "9: '>'", "10: record 6", "13: non-ASCII"]  # the first five are kept
@@ -204,7 +208,7 @@ def test_fasta_never_skips_damaged_files(tmp_path, content, message):
     path = tmp_path / "bad.fasta.gz"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        list(record_batches(path, bad_records=BadRecords("skip")))
+        list(record_batches(path, cleaner=Cleaner("bad.fasta", bad_records=BadRecords("skip"))))
 
 
 def test_fasta_progress_ends_at_file_size(tmp_path):

@@ -18,8 +18,9 @@ from common.flags import checked
 from extras.prepare.cluster_splits import read_table
 from extras.sources.compression import open_decompressed
 from extras.sources.csv_records import read_rows as read_csv
-from extras.sources.dataset import documents, open_source, proteins
+from extras.sources.dataset import open_source
 from extras.sources.fasta import read_fasta
+from extras.sources.formats import documents, proteins
 from extras.sources.sequence_files import read_rows, units_of
 from extras.sources.streamed_data import find_source
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, load_script

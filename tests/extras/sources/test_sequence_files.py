@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.cli import UserError
-from extras.sources.dataset import documents, open_source
+from extras.sources.dataset import open_source
+from extras.sources.formats import documents
 from extras.sources.sequence_files import read_rows, units_of
 
 TEXTS = ["MKV", "", "LAG\u00e9"]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from extras.sources import dataset, sequence_files
+from extras.sources import formats, sequence_files
+from extras.sources.dataset import open_source
+from extras.sources.formats import documents
 from tests.data_fixtures import load_script
 from tests.extras.sources.toy_format import FORMAT
 from tests.training_fixtures import losses, on_ranks
@@ -19,7 +21,7 @@ PROTEINS = ["".join(row) for row in np.random.default_rng(5).choice(list("LAGVSE
 
 @pytest.fixture
 def pairs(tmp_path, monkeypatch):
-    monkeypatch.setitem(dataset.FORMATS, "pairs", FORMAT)
+    monkeypatch.setitem(formats.FORMATS, "pairs", FORMAT)
     path = tmp_path / "proteins.pairs.gz"
     path.write_bytes(gzip.compress("".join(f"p{n} {text}\n" for n, text in enumerate(PROTEINS)).encode()))
     return path
@@ -27,7 +29,7 @@ def pairs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("first_row", [0, 3, 4, 39])
 def test_toy_format_is_read_from_any_row(pairs, first_row):
-    (file,) = dataset.open_source(str(pairs), False).splits["train"]
+    (file,) = open_source(str(pairs), False).splits["train"]
     assert sequence_files.column_of(file) is None
     rows = sequence_files.read_rows(sequence_files.Unit(file), first_row)
     assert [text for block in rows for text in block.to_pylist()] == PROTEINS[first_row:]
@@ -35,15 +37,15 @@ def test_toy_format_is_read_from_any_row(pairs, first_row):
 
 def test_toy_format_is_refused_for_documents_and_when_damaged(pairs, tmp_path):
     with pytest.raises(UserError, match=r"known suffix: expected \.parquet, .*\.txt$"):
-        dataset.open_source(str(pairs), False, content=dataset.documents("text"))
+        open_source(str(pairs), False, content=documents("text"))
     (tmp_path / "bad.pairs").write_text("p0 LAG more\n")
-    (file,) = dataset.open_source(str(tmp_path / "bad.pairs"), False).splits["train"]
+    (file,) = open_source(str(tmp_path / "bad.pairs"), False).splits["train"]
     with pytest.raises(UserError, match="expected an id and a protein"):
         sequence_files.check_columns((file,))
 
 
 def _train(argv: list[str]) -> None:
-    dataset.FORMATS["pairs"] = FORMAT
+    formats.FORMATS["pairs"] = FORMAT
     sys.argv = ["train_ddp.py", *argv]
     script = load_script("train_ddp.py")
     script.train(script.parse_run("", script.DdpFlags), script.build)

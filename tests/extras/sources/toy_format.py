@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from common.cli import UserError
-from extras.sources.dataset import Format
+from extras.sources.formats import Format
 from extras.sources.sequence_files import Unit, open_stream
 
 LINES_AT_ONCE = 4

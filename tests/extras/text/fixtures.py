@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from extras.sources.dataset import documents, open_source
+from extras.sources.dataset import open_source
+from extras.sources.formats import documents
 from extras.text.streams import plan_text_streams
 from extras.text.tokenizers import ByteTokenizer
 

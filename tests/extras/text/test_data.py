@@ -20,7 +20,8 @@ from common.distributed.world import Mesh, World
 from common.flags import changed_defaults, with_flags
 from common.training.resume import check_same_data
 from extras.prepare.output_directory import read_record
-from extras.sources.dataset import documents, open_source
+from extras.sources.dataset import open_source
+from extras.sources.formats import documents
 from extras.text.causal import ContextPlan, causal_batches
 from extras.text.data import held_out_contexts, open_text
 from extras.text.flags import TextFlags
