@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import logging
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ ENDINGS = {".pdb": "Pdb", ".ent": "Pdb", ".cif": "Mmcif", ".mmcif": "Mmcif"}  # 
 LARGEST = 1 << 30  # bytes of a file, decompressed
 SHORTEST, LONGEST = 20, 1022  # residues of a chain; ESM-2 was trained on 1,022
 LONGEST_GAP = 100  # residues that a jump in the numbering may stand for
+STEP_ANGSTROM, LONGEST_STEP = 3.8, 4.5  # between C-alphas of neighbours; more than the latter is a gap
+WORD = 10  # residues that two chains of one protein have in common, without a gap
+SAME = 0.95  # of the shorter chain's residues that are aligned to equal ones, in chains of one protein
 CONTACT_ANGSTROM = 8.0
 SAID = 5  # files that a warning names
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """sequence: one letter a residue, also of those without coordinates; beta: float32 [L, 3] in angstrom, of C-beta
     (glycine: C-alpha), NaN where there is none."""
@@ -32,6 +36,11 @@ class Chain:
     name: str
     sequence: str
     beta: np.ndarray
+
+    @property
+    def resolved(self) -> int:
+        """Residues with coordinates."""
+        return int(np.isfinite(self.beta).all(1).sum())
 
     @property
     def ids(self) -> np.ndarray:
@@ -46,41 +55,78 @@ class Chain:
 
 
 def read_structures(directory: str) -> list[Chain]:
-    """The protein chains of all structures of a directory, sorted by file and chain, each sequence once.
+    """The protein chains of all structures of a directory, sorted by file and chain, each protein once: of its chains
+    the one with the most coordinates.
 
-    Skipped chains (unreadable files, other lengths than `SHORTEST` to `LONGEST`, repeated sequences) are logged.
+    Skipped chains (unreadable files, other lengths than `SHORTEST` to `LONGEST`, repeated proteins) are logged.
     UserError if there is nothing to read.
     """
-    if not Path(directory).is_dir():
-        raise UserError(f"{directory}: no such directory: give one with PDB or mmCIF files (.pdb, .ent, .cif, .gz)")
-    paths = sorted(path for path in Path(directory).iterdir() if _format(path) and path.is_file())
-    chains: dict[str, Chain] = {}
+    paths = structure_files(directory)
+    chains: list[Chain] = []
     skipped: dict[str, list[str]] = {}
     for path in paths:
         try:
             found = list(chains_of(path))
-        except (ValueError, RuntimeError, OSError, EOFError, zlib.error) as error:  # gemmi raises the first two
-            skipped.setdefault("cannot be read", []).append(f"{path.name} ({one_line(error)[:80]})")
+        # gemmi raises the first three, IndexError of an empty mmCIF file
+        except (ValueError, RuntimeError, IndexError, OSError, EOFError, zlib.error) as error:
+            reason = one_line(error)[:80] if path.stat().st_size else "it is empty"
+            skipped.setdefault("cannot be read", []).append(f"{path.name} ({reason})")
             continue
         if not found:
             skipped.setdefault("has no protein chain", []).append(path.name)
         for chain in found:
             if not SHORTEST <= len(chain.sequence) <= LONGEST:
                 reason = f"not of {SHORTEST} to {LONGEST:,} residues"
-            elif not np.isfinite(chain.beta).all(1).sum() >= SHORTEST:
+            elif not chain.resolved >= SHORTEST:
                 reason = f"less than {SHORTEST} residues with coordinates"
-            elif chain.sequence in chains:
-                reason = "sequence seen already"
             else:
-                chains[chain.sequence] = chain
+                chains.append(chain)
                 continue
             skipped.setdefault(reason, []).append(chain.name)
+    kept = one_each(chains)
+    if repeated := [chain.name for chain in chains if chain not in kept]:
+        skipped["the same protein as a chain that is kept"] = repeated
     for reason, names in skipped.items():
         more = f" and {len(names) - SAID} more" if len(names) > SAID else ""
         logger.warning("%s: left out: %s%s: %s", directory, ", ".join(names[:SAID]), more, reason)
     if not chains:
         raise UserError(f"{directory}: no protein chain in {len(paths)} PDB or mmCIF files (.pdb, .ent, .cif, .gz)")
-    return list(chains.values())
+    return kept
+
+
+def structure_files(directory: str) -> list[Path]:
+    """Sorted. UserError if there is no such directory."""
+    if not Path(directory).is_dir():
+        raise UserError(f"{directory}: no such directory: give one with PDB or mmCIF files (.pdb, .ent, .cif, .gz)")
+    return sorted(path for path in Path(directory).iterdir() if _format(path) and path.is_file())
+
+
+def one_each(chains: Sequence[Chain]) -> list[Chain]:
+    """Of each protein the chain with the most coordinates, in the order given.
+
+    Chains of one protein may lack other residues, as those of a homodimer do. Only chains that share a word of `WORD`
+    residues, or are equal, are aligned.
+    """
+    kept: list[Chain] = []
+    having: dict[str, set[int]] = {}  # {word: indices in `kept`}
+    for chain in sorted(chains, key=lambda chain: -chain.resolved):
+        words = {chain.sequence[n : n + WORD] for n in range(len(chain.sequence) - WORD + 1)}
+        words = {word for word in words if "X" not in word} | {chain.sequence}
+        related = sorted({number for word in words for number in having.get(word, ())})
+        if any(_is_same(kept[number].sequence, chain.sequence) for number in related):
+            continue
+        for word in words:
+            having.setdefault(word, set()).add(len(kept))
+        kept.append(chain)
+    return [chain for chain in chains if chain in kept]
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether these are one protein's sequences, some residues of which may be X or missing."""
+    import gemmi
+
+    one, other = sorted((text.replace("X", "") for text in (one, other)), key=len)
+    return gemmi.align_string_sequences(list(one), list(other), []).match_count >= SAME * len(one)
 
 
 def _format(path: Path) -> str | None:
@@ -123,7 +169,7 @@ def chains_of(path: Path) -> Iterator[Chain]:
 def _numbered(residues: list[Any], full: list[str]) -> tuple[str, list[int]]:
     """(the sequence, each residue's index in it). full: names of all residues, by the file; [] if it has none.
 
-    Without it, residues that the numbering leaves out are X.
+    Without it, residues that are missing between two C-alphas too far apart for neighbours are X.
     """
     import gemmi
 
@@ -132,14 +178,27 @@ def _numbered(residues: list[Any], full: list[str]) -> tuple[str, list[int]]:
         places = [residue.label_seq - 1 for residue in residues]
         if all(letters[place] == _letter(residue.name) for place, residue in zip(places, residues, strict=True)):
             return letters, places
-    letters, places, last = "", [], None
-    for residue in residues:
-        number = residue.seqid.num
-        missing = number - last - 1 if last is not None else 0
-        letters += "X" * (missing if 0 < missing <= LONGEST_GAP else 0)
+    letters, places = "", []
+    for before, residue in zip([None, *residues], residues, strict=False):
+        letters += "X" * (_missing(before, residue) if before else 0)
         places.append(len(letters))
-        letters, last = letters + _letter(residue.name), number
+        letters += _letter(residue.name)
     return letters, places
+
+
+def _missing(before: Any, after: Any) -> int:
+    """Residues that are missing between two of a file. Numbers jump where nothing is missing (chymotrypsin's,
+    antibodies'), so that C-alphas decide; how many follows from the numbers where these fit the distance."""
+    by_number = after.seqid.num - before.seqid.num - 1
+    if not 0 < by_number <= LONGEST_GAP:
+        by_number = 0
+    ends = [residue.find_atom("CA", "*") for residue in (before, after)]
+    if None in ends:
+        return by_number
+    distance = ends[0].pos.dist(ends[1].pos)
+    if distance <= LONGEST_STEP:
+        return 0
+    return max(by_number, min(LONGEST_GAP, math.ceil(distance / STEP_ANGSTROM) - 1))
 
 
 def _letter(name: str) -> str:

@@ -51,12 +51,28 @@ def test_chain_has_unresolved_residues_of_the_whole_sequence(tmp_path):
     assert not contacts[0, 2]
 
 
-def test_chain_without_sequence_has_x_where_the_numbering_jumps(tmp_path):
+@pytest.mark.parametrize(
+    ("residues", "sequence"),
+    [
+        # The numbers jump, as chymotrypsin's do, and the C-alphas are those of neighbours.
+        ([("ALA", "5", 0.0), ("SER", "5A", 3.8), ("LEU", "18", 7.6)], "ASL"),
+        # Two are missing by the numbers, and 9 angstrom have room for them.
+        ([("ALA", "5", 0.0), ("SER", "5A", 3.8), ("LEU", "8", 12.8)], "ASXXL"),
+        # The numbers go on, but no single residue spans 15 angstrom: 15 / 3.8 are at least four steps.
+        ([("ALA", "5", 0.0), ("SER", "6", 15.0)], "AXXXS"),
+        # Numbers that jump back, or by thousands, say nothing.
+        ([("ALA", "2005", 0.0), ("SER", "6", 7.0)], "AXS"),
+        ([("ALA", "5", 0.0), ("SER", "4005", 7.0)], "AXS"),
+    ],
+)
+def test_chain_without_sequence_has_x_where_alphas_are_apart(tmp_path, residues, sequence):
     path = tmp_path / "a.pdb"
-    path.write_text(pdb([("ALA", "5", 0.0), ("SER", "5A", 4.0), ("LEU", "8", 8.0)]))
+    path.write_text(pdb(residues))
     chain = one(path)
-    assert chain.sequence == "ASXXL"
-    assert chain.beta[:, 0].tolist() == pytest.approx([0, 4, np.nan, np.nan, 8], nan_ok=True)
+    assert chain.sequence == sequence
+    known = [place for place, letter in enumerate(sequence) if letter != "X"]
+    assert chain.beta[known, 0].tolist() == pytest.approx([x for _, _, x in residues])
+    assert chain.resolved == len(residues)
 
 
 def test_chain_takes_the_first_of_alternative_locations(tmp_path):
@@ -93,13 +109,30 @@ def test_structures_left_out_are_named(tmp_path, caplog):
     (tmp_path / "short.pdb").write_text(pdb([("ALA", "1", 0.0), ("SER", "2", 4.0)]))
     (tmp_path / "broken.cif").write_bytes(b"data_x\nloop_\n\xff")
     (tmp_path / "cut.pdb.gz").write_bytes(gzip.compress(good.encode())[:50])
+    for name in ("empty.cif", "empty.pdb", "empty.cif.gz"):
+        (tmp_path / name).touch()
     (tmp_path / "notes.txt").write_text("no structure")
     assert [chain.name for chain in read_structures(str(tmp_path))] == ["b_A", "d_A"]
     said = caplog.text
-    assert "c_A: sequence seen already" in said
+    assert "c_A: the same protein as a chain that is kept" in said
     assert f"short_A: not of {SHORTEST} to 1,022 residues" in said
     assert "broken.cif (" in said
     assert "cut.pdb.gz (" in said
+    assert "empty.cif (it is empty)" in said
+    assert "empty.cif.gz (it is empty)" in said
+    assert "empty.pdb: has no protein chain" in said
+
+
+def test_chains_of_one_protein_that_lack_other_residues_are_one(tmp_path, caplog):
+    """A homodimer's second chain without its ends and a loop, also in another file; and an unrelated protein."""
+    residues = [(name, str(n), 3.8 * n) for n, name in enumerate(FULL[1:] * 7, 1)]
+    (tmp_path / "whole.pdb").write_text(pdb(residues))
+    (tmp_path / "lacking.pdb").write_text(pdb(residues[3:15] + residues[17:36]))
+    (_, other), *_ = coil_structures(1, seed=3)
+    (tmp_path / "other.pdb").write_text(other)
+    assert "X" in one(tmp_path / "lacking.pdb").sequence
+    assert [chain.name for chain in read_structures(str(tmp_path))] == ["other_A", "whole_A"]
+    assert "lacking_A: the same protein as a chain that is kept" in caplog.text
 
 
 @pytest.mark.parametrize("made", [False, True])
