@@ -329,8 +329,10 @@ class _Parser(argparse.ArgumentParser):
         for key, value in read_file_of_flags(name).items():
             if (dest := self.options.get(f"--{key}")) is None:
                 self.error(self._unknown([f"--{key}"]))
-            if isinstance(value, dict) or (isinstance(value, list) and dest not in self.lists):
-                raise UserError(f"{name}: {key}: expected one value, not {value}")
+            is_list = isinstance(value, list) and dest in self.lists
+            if any(isinstance(each, dict | list) for each in (value if is_list else [value])):
+                kind = "an object" if isinstance(value, dict) else "a list"  # which may be nested too deeply to print
+                raise UserError(f"{name}: {key}: expected one value, not {kind}")
             if value is not None:
                 words[dest] = [f"--{key}", *map(str, value)] if isinstance(value, list) else [f"--{key}={value}"]
                 self.values(words[dest])  # a value of the wrong type is an error of this file
@@ -383,6 +385,8 @@ def read_file_of_flags(name: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         flags = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(f"{path}: cannot be read: nested too deeply") from None
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(flags, dict):

@@ -345,6 +345,8 @@ def _kwargs(flag: str, text: str | None, kind: type[Recipe]) -> dict:
     """The fields of a recipe from a JSON object, names and types checked."""
     try:
         given = json.loads(text or "{}")
+    except RecursionError:
+        raise UserError(f"{flag}: no JSON that can be read: nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{flag} {text}: no JSON: {error}") from error
     if not isinstance(given, dict):

@@ -166,5 +166,5 @@ def task_name(words: list[str]) -> str:
     try:
         content = json.loads((Path(str(given["model_name_or_path"])) / "config.json").read_text(encoding="utf-8"))
         return family_of(content["model_type"]).task
-    except (KeyError, OSError, ValueError, TypeError):
+    except (KeyError, OSError, ValueError, TypeError, RecursionError):
         return "mlm"

@@ -90,7 +90,7 @@ def read_record(directory: Path) -> dict | None:
     """The record of completion, {"made_from": ..., "results": ...}, or None."""
     try:
         return json.loads((directory / RECORD).read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
 
 

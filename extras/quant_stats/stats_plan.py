@@ -162,6 +162,8 @@ def read_file(path: str) -> list[Section]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{flag}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except RecursionError:
+        raise UserError(f"{flag}: cannot be read: nested too deeply") from None
     except yaml.YAMLError as error:
         raise UserError(f"{flag}: no YAML: {' '.join(str(error).split())[:160]}") from error
     if not isinstance(content, dict) or not content:
