@@ -28,7 +28,7 @@ import torch
 from common.cli import StoppedBySignal, UserError, one_line, run
 from common.files.json_files import content_hash, read_json, replace_directory, replace_flushed, write_json
 from common.flags import Flags, Missing, flag, parse_arguments
-from common.models.layers.hf_directory import local_directory, model_hash
+from common.models.layers.hf_directory import dropout_of, local_directory, model_hash
 from common.models.registry import NO_STOCK, encoder_family
 from common.training.software import software
 from extras.downstream.finetuning import FineTuning
@@ -122,8 +122,11 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
     family = encoder_family(name)
     if not family.stock:
         raise UserError(f"--model_name_or_path {name}: {NO_STOCK}")
-    for _ in family.adapter.read(name, family.load_config(name))[0]:
+    config = family.load_config(name)
+    for _ in family.adapter.read(name, config)[0]:
         pass  # it checks vocabulary and weights
+    if dropout := dropout_of(config):
+        logger.info("Trained with the dropout of config.json: %s", ", ".join(f"{n} {p}" for n, p in dropout.items()))
     disable_progress_bar()
     set_verbosity_error()  # that the head is new
     torch.manual_seed(args.seed)

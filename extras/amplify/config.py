@@ -13,7 +13,14 @@ from typing import Any, ClassVar
 from common.cli import UserError
 from common.files.json_files import shorten
 from common.models.layers import hf_directory
-from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, fields_of, read_config
+from common.models.layers.hf_directory import (
+    DROPOUT,
+    check_heads,
+    check_positive,
+    check_sizes,
+    fields_of,
+    read_config,
+)
 from extras.amplify.alphabet import ALPHABET
 
 MODEL_TYPE = "amplify"  # of --model_type and checkpoints; config.json has it in capitals
@@ -105,11 +112,12 @@ class AmplifyConfig:
 
 
 def check_supported(config: AmplifyConfig, where: str) -> None:
-    """Refuse a configuration that this implementation would silently compute differently."""
+    """Refuse a configuration that this implementation would silently compute differently, but for dropout, which only
+    training applies (`check_no_dropout`)."""
     if str(config.model_type).lower() != MODEL_TYPE:
         raise UserError(f"{where}: model_type is {shorten(config.model_type)}, not AMPLIFY")
     for name, allowed in FIXED.items():
-        if (value := config.others.get(name, allowed)) != allowed:
+        if name not in DROPOUT and (value := config.others.get(name, allowed)) != allowed:
             raise UserError(f"{where}: {name} is {shorten(value)}, AMPLIFY here has {allowed!r}")
     check_sizes(config, where)
     check_positive(config, where, "norm_eps", "embedding_init_range", "decoder_init_range")

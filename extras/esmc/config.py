@@ -26,7 +26,6 @@ FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "attention_dropout": 0.0,
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
     "pad_token_id": 1,
@@ -92,7 +91,8 @@ class EsmcConfig:
 
 
 def check_supported(config: EsmcConfig, where: str) -> None:
-    """Refuse a configuration that this implementation would silently compute differently."""
+    """Refuse a configuration that this implementation would silently compute differently, but for dropout, which only
+    training applies (`check_no_dropout`)."""
     if config.model_type != "esmc":
         raise UserError(f"{where}: model_type is {shorten(config.model_type)}, not esmc")
     if config.vocab_size != VOCAB_SIZE:

@@ -13,6 +13,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import override
 from common.models.esm2.family import check_context, choose_residual
 from common.models.layers.backend import STOCK, Heads, check_device, choose_backend
+from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 from common.models.registry import Family, ModelSpec
 from extras.esmc.config import ALPHABET, ESMC_SIZES, EsmcConfig, check_supported, load_config
@@ -48,6 +49,7 @@ class Esmc(Family):
         config = self.load_config(flags.config_name or flags.model_name_or_path)
         if flags.config_overrides:
             config = override(config, flags.config_overrides, self.check)
+        check_no_dropout(config, str(flags.config_name or flags.model_name_or_path))
         torch_only += args.precision.torch_only()
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         heads = config.num_attention_heads

@@ -248,7 +248,6 @@ def test_recipe_model_starts_a_run(stock, dataset, tmp_path):
         ({"qkv_weight_interleaved": False}, "qkv_weight_interleaved is False: of nv_esm models only True is read"),
         ({"encoder_activation": "swiglu"}, "encoder_activation is 'swiglu'"),
         ({"padded_vocab_size": 33}, "padded_vocab_size is 33"),
-        ({"hidden_dropout_prob": 0.1}, "hidden_dropout_prob is 0.1"),
         ({"hidden_size": 64}, "model.safetensors|asks for"),
     ],
 )

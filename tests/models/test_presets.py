@@ -7,6 +7,7 @@ from transformers import BertConfig, EsmConfig
 
 from common.cli import UserError
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config, load_config, override
+from tests.training_fixtures import train
 
 # facts.md: layers, hidden size, heads
 PUBLISHED = {
@@ -52,8 +53,6 @@ def test_preset_of_local_directory_is_its_config(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_dropout_prob": 0.1}, "hidden_dropout_prob"),
-        ({"attention_probs_dropout_prob": 0.1}, "attention_probs_dropout_prob"),
         ({"position_embedding_type": "absolute"}, "position_embedding_type"),
         ({"emb_layer_norm_before": True}, "emb_layer_norm_before"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
@@ -74,6 +73,14 @@ def test_preset_with_unsupported_settings_is_refused(tmp_path, changes, named):
     with pytest.raises(UserError, match=named) as caught:
         load_config(str(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path}: ")
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_preset_with_dropout_is_read_and_refused_in_training(dataset, tmp_path, name):
+    esm2_config(2, 64, 4, **{name: 0.1}).to_transformers().save_pretrained(tmp_path / "given")
+    assert vars(load_config(str(tmp_path / "given")))[name] == 0.1
+    said = train(dataset, tmp_path / "out", max_steps=1, expect=2, config_name=tmp_path / "given")
+    assert f"{tmp_path / 'given'}: {name} is 0.1, and training here has no dropout: set it to 0" in said
 
 
 def test_config_json_defaults_equal_transformers(tmp_path):

@@ -17,6 +17,7 @@ from common.models.layers import hf_directory
 from common.models.layers.hf_directory import (
     Config,
     check_heads,
+    check_no_dropout,
     check_positive,
     check_sizes,
     fields_of,
@@ -107,14 +108,13 @@ def gelu_of(config: Esm2Config) -> str:
 
 
 def check_supported(config: Esm2Config, where: str) -> None:
-    """Refuse a configuration that this implementation would silently compute differently."""
+    """Refuse a configuration that this implementation would silently compute differently, but for dropout, which only
+    training applies (`check_no_dropout`)."""
     expected = {
         "model_type": "esm",
         "vocab_size": alphabet.VOCAB_SIZE,
         "position_embedding_type": "rotary",
         "emb_layer_norm_before": (False, None),
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
         "pad_token_id": alphabet.PAD,
         "mask_token_id": alphabet.MASK,
         "tie_word_embeddings": True,
@@ -151,6 +151,7 @@ def override(config: Config, changes: str, check: Callable[[Any, str], None] = c
             raise UserError(f"--config_overrides {change}: expected name=value, a number or true/false") from None
         setattr(config, name, value)
     check(config, "--config_overrides")
+    check_no_dropout(config, "--config_overrides")
     return config
 
 

@@ -20,6 +20,7 @@ from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
 from common.models.layers.backend import STOCK, BackendFlags, Heads, check_device, choose_backend
+from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 from common.models.registry import FAMILIES, Family, ModelSpec, encoder_family, encoders, family_of
@@ -178,6 +179,7 @@ class Esm2(Family):
         config = load_config(flags.config_name or flags.model_name_or_path)
         if flags.config_overrides:
             config = override(config, flags.config_overrides)
+        check_no_dropout(config, str(flags.config_name or flags.model_name_or_path))
         torch_only += args.precision.torch_only()
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         heads = config.num_attention_heads

@@ -39,6 +39,9 @@ Config = TypeVar("Config")
 NAMES_CODE = {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
 NAMES_CODE |= {"_attn_implementation", "_experts_implementation"}
 
+# In the config.json of ESM-2, ESM C and AMPLIFY.
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout_prob")
+
 # Well above any published model: larger sizes would keep a process building layers for hours.
 LARGEST = {
     "vocab_size": 1 << 24,
@@ -93,6 +96,20 @@ def check_positive(config: Any, where: str, *names: str) -> None:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(f"{where}: {name} is {shorten(value)}: must be above 0")
+
+
+def dropout_of(config: Any) -> dict[str, Any]:
+    """{name in config.json: value} of the dropout that a model was trained with; only training applies it."""
+    return {name: value for name, value in config.content().items() if name in DROPOUT and value}
+
+
+def check_no_dropout(config: Any, where: str) -> None:
+    """UserError for a model that is to be trained with dropout, which no layer here has."""
+    for name, value in dropout_of(config).items():
+        raise UserError(
+            f"{where}: {name} is {shorten(value)}, and training here has no dropout: set it to 0, by "
+            "--config_overrides or in config.json"
+        )
 
 
 def check_heads(config: Any, where: str) -> None:

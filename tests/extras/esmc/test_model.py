@@ -15,6 +15,7 @@ from transformers import EsmcForMaskedLM as Stock
 from common.cli import UserError
 from common.models.esm2.config import override
 from common.models.layers.compiling import compile_layers
+from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
 from extras.esmc.config import ESMC_SIZES, TOKENS, EsmcConfig, check_supported, esmc_config, load_config
@@ -194,6 +195,13 @@ def test_esmc_export_opens_in_transformers_and_is_read_again(tmp_path):
     del theirs["esmc.norm.weight"]
     with pytest.raises(UserError, match="no tensor esmc.norm.weight"):
         ADAPTER.from_hf(theirs, config, "here")
+
+
+def test_esmc_dropout_is_read_and_refused_in_training(tmp_path: Path):
+    content = TINY.to_transformers().to_dict() | {"attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="attention_dropout is 0.1, and training here has no dropout"):
+        check_no_dropout(load_config(str(tmp_path)), "here")
 
 
 @pytest.mark.parametrize(

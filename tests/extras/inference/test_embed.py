@@ -95,6 +95,19 @@ def test_embed_equals_transformers(model, proteins, tmp_path):
         np.testing.assert_allclose(means[name], expected.mean(0), atol=1e-5)
 
 
+def test_embed_ignores_the_dropout_of_a_given_model(model, proteins, tmp_path):
+    with_dropout = Path(shutil.copytree(model, tmp_path / "model"))
+    config = json.loads((with_dropout / "config.json").read_text())
+    changes = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    (with_dropout / "config.json").write_text(json.dumps(config | changes))
+    fasta = write_fasta(tmp_path / "my.fasta", proteins[:3])
+    for kind, name in (("plain", model), ("dropout", with_dropout)):
+        call_embed(name, fasta, tmp_path / kind)
+    expected, found = (embeddings(tmp_path / kind) for kind in ("plain", "dropout"))
+    assert len(found) == 3
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max", None])
 def test_embed_layers_and_poolings_equal_transformers(model, tmp_path, pooling):
     """0 is the embeddings' output, the last one comes after the LayerNorm; a column each."""
