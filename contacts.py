@@ -108,11 +108,25 @@ def choose_head(args: Arguments, model: Any, chains: list[Chain]) -> tuple[Head,
     """(the head, the chains to evaluate it on, where the head is from)."""
     own = head_of(model)
     if own is not None and not args.fit:
-        # Those that a run with the same --eval_contacts has fitted it on are left out.
-        return own, split(chains)[1] if len(chains) >= LEAST else chains, "the model's own"
+        return own, unseen(own, chains, str(args.structures)), "the model's own"
+    if args.fit is False:
+        raise UserError("--fit False: the model has no fitted contact head: leave the flag out, to fit one")
     fitted_on, evaluated_on = split(chains)
     head = fit(model, fitted_on)
-    return head, evaluated_on, f"fitted on {head.chains} chains, C {head.strength:g}"
+    return head, evaluated_on, f"fitted on {len(fitted_on)} chains, C {head.strength:g}"
+
+
+def unseen(head: Head, chains: list[Chain], where: str) -> list[Chain]:
+    """The chains that a model's own head was not fitted on. UserError if it was fitted on all."""
+    if not head.fitted_on:
+        logger.warning("The model does not say what its head was fitted on: the chains below may be among these")
+        # Those that a run with the same --eval_contacts fits it on are left out.
+        return split(chains)[1] if len(chains) >= LEAST else chains
+    found = [chain for chain in chains if chain.identity not in head.fitted_on]
+    if not found:
+        raise UserError(f"{where}: the model's head was fitted on all {len(chains)} chains: give others, or --fit")
+    logger.info("%d of %d chains left out: the model's head was fitted on them", len(chains) - len(found), len(chains))
+    return found
 
 
 def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
@@ -136,10 +150,12 @@ def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
 
 def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
     """Tables and maps of --fasta; returns the content of results.json."""
-    if args.structures:
+    head, source = head_of(model), "the model's own"
+    if head is not None and not args.fit:
+        if args.structures:
+            logger.warning("--structures %s: not read, as the model has a head: --fit fits another", args.structures)
+    elif args.structures:
         head, _, source = choose_head(args, model, read_structures(args.structures))
-    elif (head := head_of(model)) is not None:
-        source = "the model's own"
     else:
         raise UserError(
             f"{args.model_name_or_path}: no fitted contact head: give --structures DIR too, to fit one; or train with "

@@ -100,9 +100,9 @@ class Evaluator:
             self.strategy.reshard()
         return self._last_downstream[step]
 
-    def fitted(self) -> tuple[dict[str, Tensor], int | None]:
-        """Of rank 0: tensors to export that an evaluation has fitted, and on how many chains."""
-        return ({}, None) if self._downstream is None else self._downstream.fitted()
+    def fitted(self) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        """Of rank 0: tensors to export that an evaluation has fitted, and on which chains."""
+        return ({}, ()) if self._downstream is None else self._downstream.fitted()
 
 
 @torch.no_grad()

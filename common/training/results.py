@@ -193,7 +193,7 @@ def export_model(
     state: TrainerState,
     world: World,
     gather: Callable[[Tensor], Tensor],
-    fitted: tuple[dict[str, Tensor], int | None] = ({}, None),
+    fitted: tuple[dict[str, Tensor], tuple[str, ...]] = ({}, ()),
     results: Mapping[str, Any] | None = None,
 ) -> None:
     """Write final_model/; all ranks together. Tensors are gathered one at a time and written by rank 0.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
+from common.models.esm2.convert import CONTACT_CHAINS
 from extras.downstream.structures import Chain, read_structures
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,13 @@ HEAD = "esm.contact_head.regression"
 
 @dataclass(frozen=True)
 class Head:
-    """weight: float32 [layers x heads]; strength: C that it was fitted with; chains: fitted on."""
+    """weight: float32 [layers x heads]; strength: C that it was fitted with; fitted_on: each chain's `identity`, () if
+    unknown."""
 
     weight: np.ndarray
     bias: float
     strength: float
-    chains: int
+    fitted_on: tuple[str, ...]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -55,7 +57,9 @@ def head_of(model: Any) -> Head | None:
     """The head that a stock model has; None if it is not fitted."""
     regression = model.esm.contact_head.regression
     weight, bias = regression.weight.detach()[0].float().cpu().numpy(), float(regression.bias.detach()[0])
-    return Head(weight, bias, 0.0, 0) if weight.any() else None
+    recorded = getattr(model.config, CONTACT_CHAINS, None)
+    fitted_on = tuple(map(str, recorded)) if isinstance(recorded, list) else ()
+    return Head(weight, bias, 0.0, fitted_on) if weight.any() else None
 
 
 @torch.inference_mode()
@@ -111,7 +115,8 @@ def fit(model: Any, chains: Sequence[Chain]) -> Head:
             break
     if strength != STRENGTHS[0]:
         logger.info("Contact head: C %g, as %g leaves no weight", strength, STRENGTHS[0])
-    return Head(made.coef_[0].astype(np.float32), float(made.intercept_[0]), strength, len(chains))
+    fitted_on = tuple(chain.identity for chain in chains)
+    return Head(made.coef_[0].astype(np.float32), float(made.intercept_[0]), strength, fitted_on)
 
 
 def by_score(scores: np.ndarray) -> np.ndarray:

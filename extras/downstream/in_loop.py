@@ -82,8 +82,8 @@ class Downstream:
             results |= each.evaluate(model)
         return results
 
-    def fitted(self) -> tuple[dict[str, Tensor], int | None]:
-        """(a contact head fitted to the weights of the last evaluation, under transformers' names, the chains that it
-        was fitted on); ({}, None) without one, and on other ranks than 0."""
+    def fitted(self) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        """(a contact head fitted to the weights of the last evaluation, under transformers' names, the identities of
+        the chains that it was fitted on); ({}, ()) without one, and on other ranks than 0."""
         heads = [head for each in self.made if (head := getattr(each, "head", None))]
-        return (heads[0].tensors, heads[0].chains) if heads else ({}, None)
+        return (heads[0].tensors, heads[0].fitted_on) if heads else ({}, ())

@@ -55,6 +55,7 @@ _ROTARY = "rotary_embeddings.inv_freq"
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 NOT_FITTED = "the contact head is not fitted: `predict_contacts` answers 0.5 for every pair of residues"
 FITTED = "the contact head was fitted to these weights on {} protein chains"
+CONTACT_CHAINS = "contact_head_fitted_on"  # in config.json, where transformers keeps it: hashes of these chains
 KEPT = "the contact head is that of the starting weights, which training leaves as it is"
 VOCABULARY_CHARACTERS = 10_000  # read of a vocab.txt at most: ESM-2's has 100
 
@@ -153,10 +154,11 @@ class Esm2Adapter(StateDictAdapter):
         """As StateDictAdapter's; says in log and model card whether the contact head is fitted."""
         contacts = KEPT if read_tensors(str(directory))[1][f"{_CONTACT}.weight"].any() else NOT_FITTED
         if training.contacts:
-            contacts = FITTED.format(training.contacts)
-            # Only eager attention returns the maps that `predict_contacts` reads.
+            contacts = FITTED.format(len(training.contacts))
             config_file = directory / "config.json"
-            content = json.loads(config_file.read_text()) | {"attn_implementation": "eager"}
+            # Only eager attention returns the maps that `predict_contacts` reads.
+            head = {"attn_implementation": "eager", CONTACT_CHAINS: list(training.contacts)}
+            content = json.loads(config_file.read_text()) | head
             config_file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         logger.info("%s: %s", directory.stem, contacts)
         self.write_tokenizer(directory)

@@ -299,15 +299,15 @@ class Training:
     """How the weights were trained, for the model card; None: unknown.
 
     steps, tokens: trained, 0 for weights exported as they were given; data: the training data's identity; start:
-    --model_name_or_path, "" for random weights; contacts: chains that a contact head was fitted on; flags, results: of
-    the run, values of any type.
+    --model_name_or_path, "" for random weights; contacts: hashes of the chains that a contact head was fitted on;
+    flags, results: of the run, values of any type.
     """
 
     steps: int | None = None
     tokens: int | None = None
     data: str | None = None
     start: str | None = None
-    contacts: int | None = None
+    contacts: tuple[str, ...] = ()
     flags: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, Any] = field(default_factory=dict)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +154,11 @@ def test_run_exports_the_head_it_fitted_and_trains_as_without(dataset, structure
     model = read_stock_model(str(directory), CPU)
     head = fit(model, split(read_structures(str(structures)))[0])
     np.testing.assert_allclose(theirs, head.probabilities(attention_features(model, chain.ids)), atol=1e-5)
+    fitted_on, _ = split(read_structures(str(structures)))
+    identities = {hashlib.sha256(chain.sequence.encode()).hexdigest()[:16] for chain in fitted_on}
+    stock.save_pretrained(tmp_path / "copied")  # the record stays with the head
+    for place in (directory, tmp_path / "copied"):
+        assert set(json.loads((place / "config.json").read_text())["contact_head_fitted_on"]) == identities
     # A checkpoint has the weights of its step, but no head.
     for place, head in (("ddp", "the model's own"), ("ddp/checkpoint-4", "fitted on 4 chains")):
         out = tmp_path / f"contacts of {Path(place).name}"
@@ -169,7 +176,18 @@ def test_run_exports_the_head_it_fitted_and_trains_as_without(dataset, structure
         assert done.returncode == 0, done.stderr
         found = json.loads((out / "results.json").read_text())
         assert found["head"].startswith(head)
+        assert ("4 of 8 chains left out: the model's head was fitted on them" in done.stderr) == (place == "ddp")
+        assert found["chains"] == 4
         assert found["long_p_at_l"] == pytest.approx(results["eval_contacts_long_p_at_l"], abs=1e-6)
+    (tmp_path / "seen").mkdir()
+    for chain in fitted_on:
+        name = f"{chain.name.removesuffix('_A')}.pdb"
+        shutil.copy(structures / name, tmp_path / "seen" / f"renamed {name}")
+    flags = ("--model_name_or_path", directory, "--structures", tmp_path / "seen", "--output_dir", tmp_path / "none")
+    refused = run_script("contacts.py", *flags)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
+    assert "the model's head was fitted on all 4 chains: give others, or --fit" in refused.stderr
+    assert not (tmp_path / "none").exists()
     ours, sharded = (rows(tmp_path / name)[-1] for name in ("ddp", "fsdp"))
     assert ours["eval_contacts_long_chance"] == sharded["eval_contacts_long_chance"]
     assert ours["eval_contacts_long_p_at_l"] == pytest.approx(sharded["eval_contacts_long_p_at_l"], abs=0.05)
