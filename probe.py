@@ -33,7 +33,8 @@ from common.flags import Flags, Missing, flag, parse_arguments
 from extras.downstream.metrics import about_intervals, shown
 from extras.downstream.probes import PARTS, PROBES, Labelled, evaluate, examples_of, has_label, read_rows, split_of
 from extras.downstream.results import RESULTS, check_output, results_directory, to_open
-from extras.inference.embedding import EmbeddingFlags, embed_all
+from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
+from extras.inference.encoder import part_path
 from extras.prepare.cluster_splits import cluster_records, hash_names, read_table, without_prefix
 from extras.prepare.output_directory import JOURNAL, Build, Journal
 from extras.sources.fasta import read_fasta
@@ -67,7 +68,7 @@ class Arguments(Flags):
     cluster: float | None = flag(None, "Or cluster the labelled proteins by MMseqs2 at this identity, 0.3 say.")
     per_residue: bool = flag(False, "With --model_name_or_path: the labels are strings, of residues.")
     bf16: bool = flag(False, "With --model_name_or_path: compute in bfloat16.")
-    use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
+    use_cpu: bool = flag(False, "With --model_name_or_path: compute on the CPU even where there is a GPU.")
     probe: str | None = flag(None, "Default: ridge for numbers, logistic for classes.", choices=PROBES)
     overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
 
@@ -89,6 +90,9 @@ class Arguments(Flags):
     def check(self) -> None:
         if self.model_name_or_path and self.embeddings:
             raise UserError("--model_name_or_path and --embeddings: give one of them")
+        for name in ("per_residue", "bf16", "use_cpu"):
+            if self.embeddings and getattr(self, name):
+                raise UserError(f"--{name}: does nothing with --embeddings, which are made already: leave it out")
         for name in ("fasta", "labels"):
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
@@ -138,13 +142,37 @@ def embeddings_of(args: Arguments, ids: set[str], per_residue: bool) -> dict[str
         return read_embeddings(replace(args, embeddings=directory), ids)
 
 
-def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
-    """{id: float32 [hidden], or per residue [L, hidden]} of these proteins. UserError unless of this FASTA file."""
-    directory = Path(str(args.embeddings)) / "embeddings"
+def parts_of(embeddings: str) -> list[Path]:
+    """The tables that embed.py wrote. UserError if one is missing, or not from the same command as the others."""
+    directory = Path(embeddings) / OUTPUT
     parts = sorted(directory.glob("part-*.parquet"))
     if not parts:
-        raise UserError(f"--embeddings {args.embeddings}: no finished embeddings there: run embed.py first")
-    expected, found = content_hash(str(args.fasta)), {}
+        raise UserError(f"--embeddings {embeddings}: no finished embeddings there: run embed.py first")
+    first = facts_of(parts[0])
+    for number, part in enumerate(parts):
+        if part != (expected := part_path(directory, number)):
+            raise UserError(f"{expected}: is missing: run embed.py again")
+        if facts_of(part) != first:
+            raise UserError(f"{part}: of another model or other flags than {parts[0].name}: run embed.py --overwrite")
+    return parts
+
+
+def facts_of(part: Path) -> dict[str, str]:
+    """{"model_hash", "fasta_hash", "settings"} of a table."""
+    try:
+        metadata = pq.read_schema(part).metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{part}: cannot be read: {one_line(error)[:120]}: run embed.py again") from error
+    return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in metadata.items()}
+
+
+def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
+    """{id: float32 [hidden], or per residue [L, hidden]} of these proteins. UserError unless of this FASTA file, and
+    of all its proteins."""
+    parts, rows = parts_of(str(args.embeddings)), 0
+    if facts_of(parts[0]).get("fasta_hash") != content_hash(str(args.fasta)):
+        raise UserError(f"--embeddings {args.embeddings}: not of --fasta {args.fasta}: give the file embed.py had")
+    found: dict[str, np.ndarray] = {}
     for part in parts:
         try:
             with pq.ParquetFile(part) as file:
@@ -155,8 +183,7 @@ def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
                 table = file.read(["id", args.embedding_column])
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{part}: cannot be read: {one_line(error)[:120]}: run embed.py again") from error
-        if (schema.metadata or {}).get(b"fasta_hash", b"").decode() != expected:
-            raise UserError(f"--embeddings {args.embeddings}: not of --fasta {args.fasta}: give the file embed.py had")
+        rows += table.num_rows
         per_residue = pa.types.is_list(schema.field(args.embedding_column).type)
         for name, embedding in zip(table["id"].to_pylist(), table[args.embedding_column], strict=True):
             if name in ids:
@@ -164,6 +191,12 @@ def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
                 found[name] = (
                     values.flatten().to_numpy().reshape(len(values), -1) if per_residue else values.to_numpy()
                 )
+    proteins = sum(1 for _ in read_fasta(str(args.fasta)))
+    if rows != proteins or found.keys() != ids:
+        raise UserError(
+            f"--embeddings {args.embeddings}: of {rows:,} proteins, --fasta {args.fasta} has {proteins:,}: the "
+            "tables are not those of one run: run embed.py --overwrite"
+        )
     return found
 
 

@@ -216,6 +216,45 @@ def test_probe_clusters_by_mmseqs(model, tmp_path):
     assert all(held_out.count(family) == 2 for family in held_out)
 
 
+@pytest.fixture(scope="module")
+def in_parts(model, fasta, tmp_path_factory) -> tuple[Path, Path]:
+    """Embeddings in parts of 30 proteins, by one model and by another."""
+    made = [tmp_path_factory.mktemp("parts") / "embedded" for _ in range(2)]
+    other = make_model(tmp_path_factory.mktemp("other"), seed=6)
+    for directory, name in zip(made, (model, other), strict=True):
+        call_embed(name, fasta, directory, "--proteins_per_part", 30)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("another", "part-00001.parquet: of another model or other flags than part-00000.parquet"),
+        ("middle", "part-00001.parquet: is missing: run embed.py again"),
+        ("last", "of 60 proteins, --fasta .* has 90"),
+        ("twice", "of 90 proteins"),
+        ("cut", "part-00001.parquet: cannot be read"),
+    ],
+)
+def test_probe_refuses_parts_that_are_not_those_of_one_run(in_parts, fasta, tmp_path, change, said):
+    """Also where the labelled proteins are in the parts that are whole, but for a part that stands in for another."""
+    embeddings = shutil.copytree(in_parts[0], tmp_path / "embedded")
+    first, second, third = (embeddings / "embeddings" / f"part-0000{n}.parquet" for n in range(3))
+    if change == "another":
+        shutil.copy(in_parts[1] / "embeddings" / second.name, second)
+    elif change == "twice":
+        shutil.copy(third, second)
+    elif change == "cut":
+        second.write_bytes(second.read_bytes()[:-9])
+    else:
+        (second if change == "middle" else third).unlink()
+    labels = write_labels(tmp_path / "labels.csv", NAMES, ROWS if change == "twice" else ROWS[:30])
+    with pytest.raises(UserError, match=said) as error:
+        probe(embeddings, fasta, labels, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
 ROWS = [(f"P{n}", n / 7) for n in range(60)]
 NAMES = ["id", "label"]
 
@@ -238,6 +277,8 @@ NAMES = ["id", "label"]
             "no column 'embedding_3': --embedding_column is of embedding",
         ),
         (NAMES, ROWS, ("--model_name_or_path", "x"), "--model_name_or_path and --embeddings: give one"),
+        (NAMES, ROWS, ("--bf16",), "--bf16: does nothing with --embeddings"),
+        (NAMES, ROWS, ("--per_residue",), "--per_residue: does nothing with --embeddings"),
         (NAMES, ROWS, ("--cluster", 0.3, "--cluster_column", "id"), "--cluster_column and --cluster: give one"),
         ([*NAMES, "split"], [(*row, "left") for row in ROWS], (), "row 2: the split is 'left'"),
         (
