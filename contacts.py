@@ -28,7 +28,7 @@ import torch
 
 from common import console
 from common.cli import UserError, run
-from common.files.json_files import file_name
+from common.files.json_files import content_hash, content_hashes, file_name
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
 from extras.downstream.contact_map import draw
@@ -45,12 +45,14 @@ from extras.downstream.contacts import (
     standard_errors,
     summary,
 )
-from extras.downstream.results import RESULTS, check_output, results_directory, to_open
-from extras.downstream.structures import LONGEST, Chain, read_structures
+from extras.downstream.outputs import Manifest, claimed
+from extras.downstream.results import RESULTS, to_open
+from extras.downstream.structures import LONGEST, Chain, read_structures, structure_files
 from extras.export import exported
 from extras.sources.proteins import ProteinFlags, read_proteins
 
 logger = logging.getLogger(__name__)
+TABLE = "contacts.csv"
 
 
 @dataclass
@@ -83,7 +85,6 @@ class Arguments(Flags):
             raise UserError("--fit: needs --structures to fit to")
         if self.fasta and not Path(self.fasta).is_file():
             raise UserError(f"--fasta {self.fasta}: no such file")
-        check_output(Path(str(self.output_dir)), self.overwrite)
 
 
 def proteins_of(fasta: str, flags: ProteinFlags | None = None) -> list[Chain]:
@@ -140,7 +141,7 @@ def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
         rows.append({"chain": chain.name, "residues": len(chain.sequence)} | found[-1])
         if len(drawn) < args.maps:
             drawn.append((chain, probabilities, directory / f"{file_name(chain.name, taken)}.png"))
-    write_table(directory / "contacts.csv", rows)
+    write_table(directory / TABLE, rows)
     for each in drawn:
         draw(*each)
     logger.info("%d chains, head %s: %s", len(chains), source, summary(found))
@@ -186,20 +187,36 @@ def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
     return {"proteins": len(chains), "head": source}
 
 
+def identity(args: Arguments, model: str) -> dict[str, Any]:
+    """What decides the result: the flags, and the content of model, structures and FASTA file."""
+    made_from: dict[str, Any] = {"fit": args.fit, "maps": args.maps, "model_hash": model_hash(model)}
+    if args.structures:
+        paths = structure_files(args.structures)
+        hashes = content_hashes(paths)
+        made_from["structures"] = {path.name: digest for path, digest in zip(paths, hashes, strict=True)}
+    return made_from | ({"fasta": content_hash(args.fasta)} if args.fasta else {})
+
+
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
     from extras.downstream.stock_model import read_stock_model
 
-    output = Path(str(args.output_dir))
+    directory = Path(str(args.output_dir))
+    inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "structures", "fasta")}
+    earlier = Manifest.of_earlier(directory, RESULTS, TABLE)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
     with ExitStack() as stack:
-        directory = exported(str(args.model_name_or_path), stack)
-        model, digest = read_stock_model(directory, device), model_hash(directory)
-    with results_directory(output) as partial:
-        results = (predict if args.fasta else evaluate)(args, model, partial)
-        about = {"arguments": asdict(args), "model_hash": digest}
-        (partial / RESULTS).write_text(json.dumps(results | about, indent=2) + "\n")
-    logger.info("Written: %s", to_open(output))
+        name = exported(str(args.model_name_or_path), stack)
+        made_from = identity(args, name)
+        output = stack.enter_context(claimed(directory, inputs, made_from, args.overwrite, earlier))
+        if output is None:
+            return
+        model = read_stock_model(name, device)
+        with output.replaced() as partial:
+            results = (predict if args.fasta else evaluate)(args, model, partial)
+            about = {"arguments": asdict(args), "model_hash": made_from["model_hash"]}
+            (partial / RESULTS).write_text(json.dumps(results | about, indent=2) + "\n")
+    logger.info("Written: %s", to_open(directory))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
 import logging
 import math
-import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -32,15 +31,18 @@ from common.models.layers.hf_directory import dropout_of, local_directory, model
 from common.models.registry import NO_STOCK, encoder_family
 from common.training.software import software
 from extras.downstream.finetuning import FineTuning
-from extras.downstream.labels import SPLITS, TASKS, TaskSpec, read_examples
+from extras.downstream.labels import SPLITS, TASKS, Example, TaskSpec, read_examples
 from extras.downstream.metrics import about_intervals, shown, with_intervals
+from extras.downstream.outputs import Manifest, Output, claimed, writing
 from extras.downstream.results import RESULTS
 from extras.export import final_model_of, is_checkpoint
 from extras.model_card import rows as table_rows
 
 logger = logging.getLogger(__name__)
 RESAMPLES = 200  # of the held-out proteins, for the intervals
-STATE, MADE_FROM, MODEL = "state.pt", "made_from.json", "model"
+STATE, PREDICTIONS, MODEL = "state.pt", "predictions.csv", "model"
+WRITTEN = (STATE, PREDICTIONS, RESULTS, MODEL)
+MADE_FROM = "made_from.json"  # of earlier versions
 
 
 @dataclass
@@ -224,19 +226,19 @@ def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(tuning: FineTuning, args: Arguments, results: dict[str, Any], rows: list[tuple]) -> None:
-    """The model, then the predictions, then the results, whose file says that all is there."""
-    output = Path(str(args.output_dir))
-    model: Any = tuning.model
-    with replace_directory(output / MODEL) as partial:
+def write(tuning: FineTuning, args: Arguments, output: Output, results: dict[str, Any], rows: list[tuple]) -> None:
+    """The model, the predictions and the results, then the manifest, which says that all is there."""
+    directory, model = output.directory, tuning.model
+    with replace_directory(directory / MODEL) as partial:
         # peft would ask the Hub whether the vocabulary has grown.
         model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
         encoder_family(str(args.model_name_or_path)).adapter.write_tokenizer(partial)
         (partial / "README.md").write_text(card_of(args, tuning.task, results))
-    with replace_flushed(output / "predictions.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
+    with replace_flushed(directory / PREDICTIONS) as path, path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("protein", "residue", "label", "prediction"), *rows])
-    write_json(output / RESULTS, results)
-    (output / STATE).unlink(missing_ok=True)
+    write_json(directory / RESULTS, results)
+    output.finish(*WRITTEN[1:])
+    (directory / STATE).unlink(missing_ok=True)
 
 
 def table_of(results: dict[str, Any]) -> str:
@@ -261,18 +263,14 @@ def identity(args: Arguments) -> dict[str, Any]:
     return flags | {"target_modules": targets_of(args), "model": model_hash(str(args.model_name_or_path))} | data
 
 
-def claim(args: Arguments, made_from: dict[str, Any]) -> bool:
-    """Whether there is something to do in --output_dir. UserError if it is of something else."""
-    output = Path(str(args.output_dir))
-    if output.exists() and any(output.iterdir()):
-        if not (output / MADE_FROM).is_file():
-            raise UserError(f"--output_dir {output}: exists and is not of this script: choose another")
-        if args.overwrite:
-            return True
-        if read_json(output / MADE_FROM) != made_from:
-            raise UserError(f"--output_dir {output}: of other flags, model or data: --overwrite it, or choose another")
-        return not (output / RESULTS).is_file()
-    return True
+def earlier_output(output: Path) -> Manifest | None:
+    """What a version without manifests left there."""
+    try:
+        made_from = read_json(output / MADE_FROM)
+    except (OSError, ValueError):
+        return None
+    there = {name: None for name in (MADE_FROM, *WRITTEN) if (output / name).exists()}
+    return Manifest(made_from, RESULTS in there, there)
 
 
 def train(tuning: FineTuning, saved: Path) -> None:
@@ -307,20 +305,23 @@ def main() -> None:
         args.max_seq_length - 2,
         args.cluster_column,
     )
-    output, made_from = Path(str(args.output_dir)), identity(args)
-    if not claim(args, made_from):
-        logger.info("%s was made by the same command: nothing to do", output)
-        return
+    output = Path(str(args.output_dir))
+    inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "dataset", "fasta")}
+    with claimed(output, inputs, identity(args), args.overwrite, earlier_output(output)) as claim:
+        if claim is not None:
+            tune(args, task, examples, claim)
+
+
+def tune(args: Arguments, task: TaskSpec, examples: list[Example], output: Output) -> None:
+    """Train, evaluate and write, from where a stopped run of the same command was."""
     counts = {name: sum(each.split == name for each in examples) for name in SPLITS}
     classes = f" of {len(task.classes)} classes" if task.classes else ""
     shown = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     logger.info("%s%s (--problem_type): %s", task.name.replace("_", " "), classes, shown)
     model = make_model(args, task)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
-    if args.overwrite:
-        shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / MADE_FROM, made_from)
+    with writing(output.directory):
+        output.begin(*WRITTEN)
     tuning = FineTuning(
         model.to(device),
         task,
@@ -340,9 +341,10 @@ def main() -> None:
     )
     trained = sum(p.numel() for p in tuning.trained.values())
     logger.info("Training %s of %s weights", f"{trained:,}", f"{sum(p.numel() for p in model.parameters()):,}")
-    if (output / STATE).is_file():
-        tuning.load(output / STATE)
-    train(tuning, output / STATE)
+    state = output.directory / STATE
+    if state.is_file():
+        tuning.load(state)
+    train(tuning, state)
     tuning.restore_unit()
     (validation, _), (test, rows) = (evaluate(tuning, name) for name in ("validation", "test"))
     over = "clusters" if args.cluster_column else "proteins"
@@ -356,12 +358,13 @@ def main() -> None:
         "validation": validation,
         "test": test,
         "history": tuning.progress.history,
-        "made_from": made_from,
+        "made_from": output.made_from,
     }
-    write(tuning, args, results, rows)
+    with writing(output.directory):
+        write(tuning, args, output, results, rows)
     print(table_of(results))
     logger.info("Best after epoch %d; %s", tuning.progress.best_epoch, about_intervals(over, groups))
-    logger.info("Written: %s", ", ".join(str(output / name) for name in ("predictions.csv", RESULTS, MODEL)))
+    logger.info("Written: %s", ", ".join(str(output.directory / name) for name in WRITTEN[1:]))
 
 
 if __name__ == "__main__":

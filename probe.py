@@ -18,9 +18,11 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,9 +32,22 @@ from common.cli import UserError, one_line, run
 from common.distributed.world import World
 from common.files.json_files import content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
+from common.models.layers.hf_directory import model_hash
 from extras.downstream.metrics import about_intervals, shown
-from extras.downstream.probes import PARTS, PROBES, Labelled, evaluate, examples_of, has_label, read_rows, split_of
-from extras.downstream.results import RESULTS, check_output, results_directory, to_open
+from extras.downstream.outputs import Manifest, Output, claimed
+from extras.downstream.probes import (
+    PARTS,
+    PROBES,
+    Examples,
+    Labelled,
+    evaluate,
+    examples_of,
+    has_label,
+    read_rows,
+    split_of,
+)
+from extras.downstream.results import RESULTS, to_open
+from extras.export import exported
 from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 from extras.inference.encoder import part_path
 from extras.prepare.cluster_splits import cluster_records, hash_names, read_table, without_prefix
@@ -41,6 +56,8 @@ from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
 POSITION = "position"  # column
+PREDICTIONS = "predictions.csv"
+FILES = ("fasta", "labels", "cluster_table")
 
 
 @dataclass
@@ -100,7 +117,6 @@ class Arguments(Flags):
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and at most 1, 0.3 say")
         if len(self.ways) > 1:
             raise UserError(f"{' and '.join(self.ways)}: give one of them")
-        check_output(Path(str(self.output_dir)), self.overwrite)
 
 
 def read_labels(args: Arguments) -> list[dict[str, str]]:
@@ -296,29 +312,52 @@ def table_of(results: dict[str, dict[str, list[float | None]]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    args = parse_arguments(__doc__, Arguments)
-    examples, about = examples_of(*labelled_proteins(args), args.probe, f"--labels {args.labels}")
+def identity(args: Arguments) -> dict[str, Any]:
+    """What decides the result: the flags, and the content of model and data."""
+    free = {"output_dir", "overwrite", "use_cpu", "model_name_or_path", "embeddings", *FILES}
+    flags = {name: value for name, value in asdict(args).items() if name not in free}
+    if args.embeddings:
+        flags["embeddings"] = facts_of(parts_of(args.embeddings)[0])
+    else:
+        flags["model"] = model_hash(str(args.model_name_or_path))
+    return flags | {name: content_hash(getattr(args, name)) for name in FILES if getattr(args, name)}
+
+
+def write(args: Arguments, output: Output, examples: Examples, about: list[dict[str, Any]]) -> None:
+    """Fit, evaluate and write."""
     found, predictions = evaluate(examples, args.probe)
-    output = Path(str(args.output_dir))
     test = np.flatnonzero(examples.test)
     counts = {"train": int((~examples.test).sum()), "test": len(test)}
     over = "clusters" if args.ways else "proteins"
     held_out = len(set(examples.groups[test].tolist()))
-    with results_directory(output) as partial:
-        with (partial / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
+    with output.replaced() as partial:
+        with (partial / PREDICTIONS).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*about[0], "label", "prediction"])
             writer.writeheader()
             for place, prediction in zip(test, predictions.tolist(), strict=True):
                 writer.writerow(about[place] | {"label": examples.labels[place], "prediction": prediction})
-        made_from = {name: content_hash(getattr(args, name)) for name in ("fasta", "labels")}
+        hashes = {name: content_hash(getattr(args, name)) for name in ("fasta", "labels")}
         intervals = {"over": over, "test": held_out}
-        content = found | {"counts": counts, "intervals": intervals, "arguments": asdict(args), "hashes": made_from}
+        content = found | {"counts": counts, "intervals": intervals, "arguments": asdict(args), "hashes": hashes}
         (partial / RESULTS).write_text(json.dumps(content, indent=2) + "\n")
     print(table_of(found))
     labels = f"{counts['train']:,}", f"{counts['test']:,}"
     logger.info("Trained on %s labels, evaluated on %s; %s", *labels, about_intervals(over, {"held-out": held_out}))
-    logger.info("Written: %s", to_open(output))
+    logger.info("Written: %s", to_open(output.directory))
+
+
+def main() -> None:
+    args = parse_arguments(__doc__, Arguments)
+    directory = Path(str(args.output_dir))
+    inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "embeddings", *FILES)}
+    earlier = Manifest.of_earlier(directory, RESULTS, PREDICTIONS)
+    with ExitStack() as stack:
+        model = args.model_name_or_path and exported(args.model_name_or_path, stack)
+        made_from = identity(replace(args, model_name_or_path=model))
+        output = stack.enter_context(claimed(directory, inputs, made_from, args.overwrite, earlier))
+        if output is not None:
+            labelled = labelled_proteins(replace(args, model_name_or_path=model))
+            write(args, output, *examples_of(*labelled, args.probe, f"--labels {args.labels}"))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -34,13 +33,13 @@ from common.files.json_files import (
     content_hash,
     file_name,
     is_plain_name,
+    read_json,
     replace_flushed,
-    sync_directory,
-    sync_tree,
 )
 from common.flags import Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
 from common.models.registry import encoder_family
+from extras.downstream.outputs import Manifest, Output, claimed, locked_file, writing
 from extras.downstream.results import to_open
 from extras.export import exported
 from extras.inference.encoder import Encoder, EncoderFlags
@@ -111,8 +110,7 @@ class Arguments(EncoderFlags):
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
             for path in written(Path(str(self.output))):
-                inside = path.is_dir() and Path(getattr(self, name)).resolve().is_relative_to(path.resolve())
-                if inside and path.suffix == ".partial" or path.exists() and path.samefile(getattr(self, name)):
+                if path.exists() and path.samefile(getattr(self, name)):
                     raise UserError(f"--output {self.output}: it would replace --{name}: choose another name")
         output = Path(str(self.output))
         kind, is_one = ("directory", output.is_dir()) if self.all_single_mutants else ("file", output.is_file())
@@ -155,89 +153,61 @@ def input_hashes(args: Arguments) -> dict[str, str]:
 
 
 def is_finished(output: Path, record: Path, made_from: dict) -> bool:
-    """Whether `output`, a file or a directory, has the scores of this input. UserError if it has any other content."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+    """Whether the file has the scores of this input. UserError if it has any other content."""
+    if not output.exists():
         return False
-    try:
-        recorded = json.loads(record.read_text())
-        recorded_input, digest = recorded["made_from"], recorded["sha256"]
-        same = all(content_hash(output / name) == each for name, each in files_of(digest).items())
-    except FileNotFoundError as error:
-        missing = error.filename is not None and Path(error.filename) != record
-        why = "has changed since it was written" if missing else "exists without a record of what it was made from"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        why = "exists without a record of what it was made from"
-    else:
-        if recorded_input == made_from and same:
+    why = "exists without a record of what it was made from"
+    with suppress(OSError, ValueError, KeyError):
+        recorded = read_json(record)
+        if recorded["made_from"] != made_from:
+            why = "was made from other input or arguments"
+        elif recorded["sha256"] == content_hash(output):
             return True
-        changed = recorded_input == made_from
-        why = "has changed since it was written" if changed else "was made from other input or arguments"
+        else:
+            why = "has changed since it was written"
     raise UserError(f"--output {output}: {why}: give --overwrite to replace it, or another --output")
-
-
-def files_of(digest: Any) -> dict[str, str]:
-    """{name in --output: checksum} of a record's checksums; "" is --output itself."""
-    return {"": digest} if isinstance(digest, str) else dict(digest)
 
 
 def write(output: Path, record: Path, header: list[str], rows: list[dict], about: dict) -> None:
     """Write the scores and their record (`about` and a checksum): flushed before they get their names."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with replace_flushed(output) as partial:
-            with open(partial, "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, header)
-                writer.writeheader()
-                writer.writerows(rows)
-            # The record first: scores are never beside a record of other input.
-            with replace_flushed(record) as path:
-                path.write_text(json.dumps(about | {"sha256": content_hash(partial)}, indent=1))
-    except OSError as error:
-        raise UserError(f"--output {output}: {error.strerror}: make room, or choose another --output") from error
+    with writing(output, "--output"), replace_flushed(output) as partial:
+        with open(partial, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, header)
+            writer.writeheader()
+            writer.writerows(rows)
+        # The record first: scores are never beside a record of other input.
+        with replace_flushed(record) as path:
+            path.write_text(json.dumps(about | {"sha256": content_hash(partial)}, indent=1))
 
 
 def write_matrices(
-    output: Path, proteins: dict[str, bytes], scores: dict[str, list[np.ndarray]], first_residue: int, about: dict
+    output: Output, proteins: dict[str, bytes], scores: dict[str, list[np.ndarray]], first_residue: int, about: dict
 ) -> dict[str, Shares]:
     """NAME.SCORE.csv of each protein and score, and NAME.png of the first score; then their record, with what each
-    table's variance follows from, which is returned too.
-
-    They appear together. A directory that is replaced loses its record and the files of that first.
-    """
+    table's variance follows from, which is returned too."""
     variance: dict[str, Shares] = {}
-    staging = output.with_name(f"{output.name}.partial")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        taken: set[str] = set()
+    taken: set[str] = set()
+    with output.replaced() as directory:
         for number, (name, text) in enumerate(proteins.items()):
             stem = file_name(name, taken)
             for column, matrices in scores.items():
-                write_matrix(staging / f"{stem}.{column}.csv", text, matrices[number], first_residue)
+                write_matrix(directory / f"{stem}.{column}.csv", text, matrices[number], first_residue)
                 variance[f"{stem}.{column}"] = shares(text, matrices[number])
             column = next(iter(scores))
-            draw(staging / f"{stem}.png", f"{name[:60]}: {column}", text, scores[column][number], first_residue)
-        sums = {path.name: content_hash(path) for path in sorted(staging.iterdir())}
+            draw(directory / f"{stem}.png", f"{name[:60]}: {column}", text, scores[column][number], first_residue)
         about = about | {"variance": {name: each._asdict() for name, each in variance.items()}}
-        (staging / RECORD).write_text(json.dumps(about | {"sha256": sums}, indent=1))
-        sync_tree(staging)
-        if not output.exists():
-            os.replace(staging, output)
-            sync_directory(output.parent)
-            return variance
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            before = json.loads((output / RECORD).read_text())["sha256"]
-            (output / RECORD).unlink()
-            for name in filter(is_plain_name, before):
-                (output / name).unlink(missing_ok=True)
-        for name in (*sums, RECORD):
-            os.replace(staging / name, output / name)
-        sync_directory(output)
-        return variance
-    except OSError as error:
-        raise UserError(f"--output {output}: {error.strerror}: make room, or choose another --output") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        (directory / RECORD).write_text(json.dumps(about, indent=1))
+    return variance
+
+
+def earlier_matrices(output: Path) -> Manifest | None:
+    """What a version without manifests left there."""
+    try:
+        content = read_json(output / RECORD)
+        names = (RECORD, *filter(is_plain_name, content["sha256"]))
+        return Manifest(content["made_from"], True, dict.fromkeys(names))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def log_variance(variance: dict[str, Shares]) -> None:
@@ -295,23 +265,22 @@ def new_columns(args: Arguments) -> dict[str, bool]:
     }
 
 
-def begin(args: Arguments, output: Path, record: Path, hashes: dict[str, str]) -> tuple[Encoder, dict] | None:
-    """The encoder and what the record has of this run; None if there is nothing to do."""
-    with ExitStack() as stack:
-        model = exported(str(args.model_name_or_path), stack)
-        encoder_family(model).load_config(model)  # for its error messages
-        hashes = hashes | {"model_hash": model_hash(model)}
-        made_from = hashes | {name: getattr(args, name) for name in SETTINGS} | args.proteins.given
-        if args.measured_column:
-            made_from["measured_column"] = args.measured_column
-        if not args.overwrite and is_finished(output, record, made_from):
-            logger.info("%s was made from the same input and arguments: nothing to do", output)
-            return None
-        encoder = Encoder(replace(args, model_name_or_path=model))
-        if hashes != input_hashes(args) | {"model_hash": model_hash(model)}:
-            inputs = " or ".join(f"--{name}" for name in args.inputs)
-            raise UserError(f"the model, {inputs} changed while they were read: start again")
-    return encoder, {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
+def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, Any]:
+    """What decides the scores: the flags, and the content of model and input. UserError as `load_config`."""
+    encoder_family(model).load_config(model)
+    made_from = hashes | {"model_hash": model_hash(model)} | {name: getattr(args, name) for name in SETTINGS}
+    made_from |= args.proteins.given
+    return made_from | ({"measured_column": args.measured_column} if args.measured_column else {})
+
+
+def load(args: Arguments, made_from: dict[str, Any], model: str) -> Encoder:
+    """UserError if model or input have changed since `made_from`."""
+    encoder = Encoder(replace(args, model_name_or_path=model))
+    now = input_hashes(args) | {"model_hash": model_hash(model)}
+    if any(made_from[name] != digest for name, digest in now.items()):
+        inputs = " or ".join(f"--{name}" for name in args.inputs)
+        raise UserError(f"the model, {inputs} changed while they were read: start again")
+    return encoder
 
 
 def each_column(args: Arguments, compute: Callable[..., list]) -> dict[str, list]:
@@ -333,29 +302,40 @@ def score_table(args: Arguments) -> None:
     measured_column = args.measured_column or (MEASURED if MEASURED in names else None)
     measured = measured_of(measured_column, rows, path) if measured_column else []
     output, record, *_ = written(Path(str(args.output)))
-    if (begun := begin(args, output, record, hashes)) is None:
-        return
-    encoder, about = begun
-    scores = each_column(args, partial(score, encoder, variants))
-    if measured_column:
-        ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
-        found = correlate(scores, measured, ids, variants)
-        log_correlations(measured_column, found)
-        about["correlations"] = {"measured_column": measured_column, "intervals_over": "variants", "proteins": found}
-    scored = [row | {name: f"{scores[name][n]:.6f}" for name in new} for n, row in enumerate(rows)]
-    write(output, record, [*names, *new], scored, about)
+    with ExitStack() as stack:
+        model = exported(str(args.model_name_or_path), stack)
+        made_from = identity(args, hashes, model)
+        stack.enter_context(locked_file(output, "--output"))
+        if not args.overwrite and is_finished(output, record, made_from):
+            logger.info("%s was made from the same input and arguments: nothing to do", output)
+            return
+        scores = each_column(args, partial(score, load(args, made_from, model), variants))
+        about: dict[str, Any] = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
+        if measured_column:
+            ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
+            found = correlate(scores, measured, ids, variants)
+            log_correlations(measured_column, found)
+            of_proteins = {"intervals_over": "variants", "proteins": found}
+            about["correlations"] = {"measured_column": measured_column} | of_proteins
+        scored = [row | {name: f"{scores[name][n]:.6f}" for name in new} for n, row in enumerate(rows)]
+        write(output, record, [*names, *new], scored, about)
     logger.info("Written: %s (%s variants)", output, f"{len(rows):,}")
 
 
 def score_all(args: Arguments) -> None:
-    hashes, output = input_hashes(args), Path(str(args.output))
+    hashes, directory = input_hashes(args), Path(str(args.output))
     proteins = read_residues(str(args.fasta), flags=args.proteins)
-    if (begun := begin(args, output, output / RECORD, hashes)) is None:
-        return
-    encoder, about = begun
-    matrices = each_column(args, partial(single_mutants, encoder, proteins.values()))
-    log_variance(write_matrices(output, proteins, matrices, args.first_residue, about))
-    logger.info("Written: %s", to_open(output))
+    inputs = {"--model_name_or_path": args.model_name_or_path, "--fasta": args.fasta}
+    with ExitStack() as stack:
+        model = exported(str(args.model_name_or_path), stack)
+        made_from, earlier = identity(args, hashes, model), earlier_matrices(directory)
+        claim = claimed(directory, inputs, made_from, args.overwrite, earlier, "--output")
+        if (output := stack.enter_context(claim)) is None:
+            return
+        matrices = each_column(args, partial(single_mutants, load(args, made_from, model), proteins.values()))
+        about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
+        log_variance(write_matrices(output, proteins, matrices, args.first_residue, about))
+    logger.info("Written: %s", to_open(directory))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 MACHINE_FAULT = 1
 BAD_INPUT = 2  # exit status for anything the user can fix; tracebacks (status 1) are for our bugs
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: `ulimit -f`
 MAKE_ROOM = "make room, or choose another --output_dir"
 CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")  # Docker's and Podman's, in a container
 INTERRUPTED = 130  # Ctrl-C, as in shells

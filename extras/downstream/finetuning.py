@@ -228,9 +228,14 @@ class FineTuning:
         return True
 
     def save(self, path: Path) -> None:
+        """UserError where there is no room; an earlier file stays."""
         state = {"weights": self.weights(), "best": self.best_weights, "optimizer": self.optimizer.state_dict()}
-        with replace_flushed(path) as partial:
-            torch.save(state | {"progress": vars(self.progress)}, partial)
+        try:
+            with replace_flushed(path) as partial:
+                torch.save(state | {"progress": vars(self.progress)}, partial)
+        except (OSError, RuntimeError) as error:  # torch raises the latter, and says neither the file nor why
+            why = getattr(error, "strerror", None) or "the disk is full, or `ulimit -f` too small"
+            raise UserError(f"{path}: cannot be written: {why}: make room: the same command resumes") from error
 
     def load(self, path: Path) -> None:
         """UserError if the file is damaged or of another run."""

@@ -114,13 +114,13 @@ def building(
     """
     made_from = json.loads(json.dumps(made_from))  # as it is read again: lists, not tuples
     created = [path for path in (parent, *parent.parents) if not path.exists()]
-    lock = None
+    handle = None
     try:
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            lock = _lock(parent)
+            handle = lock(parent)
             if (parent / BUILDING).is_dir():
-                _release(_lock(parent, of=parent / BUILDING))  # ranks of an earlier run may still be at work
+                release(lock(parent, of=parent / BUILDING))  # ranks of an earlier run may still be at work
             missing = _missing(parent, names, made_from, overwrite, verify)
             stale = [name for name in siblings if name not in names and _is_stale(parent / name, made_from)]
             for name in stale:
@@ -154,7 +154,7 @@ def building(
                 _clear(parent)
         created = []
     finally:
-        _release(lock)
+        release(handle)
         for path in created:  # only after a failure; directories that are not empty stay
             with suppress(OSError):
                 path.rmdir()
@@ -165,7 +165,7 @@ def hold_work(parent: Path) -> None:
 
     For the other ranks of a run whose main rank is in `building`: they may outlive it. UserError if it is locked.
     """
-    _lock(parent, fcntl.LOCK_SH, parent / BUILDING)
+    lock(parent, fcntl.LOCK_SH, parent / BUILDING)
 
 
 def _missing(parent: Path, names: list[str], made_from: dict, overwrite: bool, verify: bool) -> list[str]:
@@ -268,22 +268,21 @@ def _clear(parent: Path) -> None:
         shutil.rmtree(path)
 
 
-def _lock(parent: Path, kind: int = fcntl.LOCK_EX, of: Path | None = None) -> int | None:
-    """Lock `of` (default: parent) for this process; the system releases it when the process ends."""
+def lock(parent: Path, kind: int = fcntl.LOCK_EX, of: Path | None = None, flag: str = "--output_dir") -> int | None:
+    """Lock `of` (default: parent) for this process; the system releases it when the process ends. None where the file
+    system has no locks. UserError, which names `parent`, while another process holds it."""
     handle = os.open(of or parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise UserError(
-            f"{parent}: another run is writing here: wait for it, or choose another --output_dir"
-        ) from None
+        raise UserError(f"{parent}: another run is writing here: wait for it, or choose another {flag}") from None
     except OSError:  # the file system has no locks
         os.close(handle)
         return None
     return handle
 
 
-def _release(handle: int | None) -> None:
+def release(handle: int | None) -> None:
     if handle is not None:
         os.close(handle)

@@ -219,9 +219,16 @@ def test_contacts_script_writes_tables_and_maps(structures, untrained, tmp_path)
     assert results["long_p_at_l_stderr"] == pytest.approx(spread / 2)
     assert "mean ± s.e. over 4 chains" in done.stderr
     assert len(list(out.glob("*.png"))) == 1
+    again = run_script(*asked, "--structures", structures, "--output_dir", out, "--maps", 1)
+    assert (again.returncode, "was made by the same command: nothing to do" in again.stderr) == (0, True)
     again = run_script(*asked, "--structures", structures, "--output_dir", out)
     assert again.returncode == 2
-    assert "exists: choose another, or --overwrite" in again.stderr
+    assert "was made from other input or arguments: --overwrite it, or choose another" in again.stderr
+    copied = shutil.copytree(structures, tmp_path / "pdb")
+    again = run_script(*asked, "--structures", copied, "--output_dir", copied, "--overwrite")
+    assert again.returncode == 2
+    assert f"--structures {copied} is in there: choose another" in again.stderr
+    assert len(list(copied.iterdir())) == 8
 
     (tmp_path / "a.fasta").write_text(">../a b\nMKTAYIAKQRQISFVKSHFSRQ\n")
     refused = run_script(*asked, "--fasta", tmp_path / "a.fasta", "--output_dir", tmp_path / "other")

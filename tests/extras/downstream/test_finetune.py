@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
+import resource
+import shutil
 import sys
 from itertools import product
 
@@ -204,7 +207,50 @@ def test_killed_run_resumes_bit_for_bit(untrained, table, tmp_path, full):
     assert not (tmp_path / "killed" / "state.pt").exists()
     assert "nothing to do" in run_script("finetune.py", *words).stderr
     other = run_script("finetune.py", *words, "--seed", 7)
-    assert (other.returncode, "of other flags, model or data" in other.stderr) == (2, True)
+    assert (other.returncode, "was made from other input or arguments" in other.stderr) == (2, True)
+    (tmp_path / "killed" / "notes.txt").write_text("of the user")
+    again = run_script("finetune.py", *words, "--seed", 7, "--overwrite")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "killed" / "notes.txt").exists()
+    assert (tmp_path / "killed" / "results.json").read_bytes() != (tmp_path / "whole" / "results.json").read_bytes()
+
+
+def test_finetune_takes_the_output_of_a_version_without_manifests(untrained, table, tmp_path, caplog):
+    words = flags_of(untrained, table["letters"], tmp_path / "tuned", num_train_epochs=1)
+    call(FINETUNE, *words)
+    made_from = json.loads((tmp_path / "tuned" / ".files.json").read_text())["made_from"]
+    (tmp_path / "tuned" / ".files.json").unlink()
+    (tmp_path / "tuned" / "made_from.json").write_text(json.dumps(made_from))
+    caplog.set_level("INFO")
+    call(FINETUNE, *words)
+    assert "was made by the same command: nothing to do" in caplog.text
+    with pytest.raises(UserError, match="was made from other input or arguments"):
+        call(FINETUNE, *words, "--seed", 7)
+    call(FINETUNE, *words, "--seed", 7, "--overwrite")
+    names = {"model", "predictions.csv", "results.json", ".files.json"}
+    assert {path.name for path in (tmp_path / "tuned").iterdir()} == names
+
+
+def test_finetune_without_room_is_one_line_and_resumes(untrained, table, tmp_path):
+    """`ulimit -f`, of which torch says neither the file nor the reason."""
+    words = flags_of(untrained, table["letters"], tmp_path / "tuned", num_train_epochs=1, save_steps=1)
+    job = Script("finetune.py", *words)
+    resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    assert job.wait() == 2
+    errors = [line for line in job.said()[1].splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert re.fullmatch(r"error: .*/state.pt: cannot be written: .*`ulimit -f` too small: make room: .*", errors[0])
+    assert "Traceback" not in job.said()[1]
+    assert [path.name for path in (tmp_path / "tuned").iterdir()] == [".files.json"]
+    again = run_script("finetune.py", *words)
+    assert again.returncode == 0, again.stderr
+
+
+def test_finetune_refuses_an_output_directory_that_holds_its_labels(untrained, table, tmp_path):
+    labels = shutil.copy(table["letters"], tmp_path / "labels.csv")
+    with pytest.raises(UserError, match="--dataset .*labels.csv is in there: choose another"):
+        call(FINETUNE, *flags_of(untrained, labels, tmp_path, overwrite=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["labels.csv"]
 
 
 @pytest.mark.parametrize(

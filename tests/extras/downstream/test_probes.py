@@ -322,14 +322,26 @@ def test_probe_refuses_labels_that_do_not_fit_the_residues(embedded, fasta, tmp_
         probe(embedded["residues"], fasta, labels, tmp_path / "out")
 
 
-def test_probe_replaces_its_own_output_only_with_overwrite_and_the_same_bytes_come_again(embedded, fasta, tmp_path):
+def test_probe_replaces_its_own_output_only_with_overwrite_and_the_same_bytes_come_again(
+    embedded, fasta, tmp_path, caplog
+):
     labels = write_labels(tmp_path / "labels.csv", NAMES, ROWS)
     probe(embedded["mean"], fasta, labels, tmp_path / "out")
     first = (tmp_path / "out" / "predictions.csv").read_bytes()
-    with pytest.raises(UserError, match="exists: choose another, or --overwrite"):
-        probe(embedded["mean"], fasta, labels, tmp_path / "out")
+    written = (tmp_path / "out" / "predictions.csv").stat().st_mtime_ns
+    caplog.set_level("INFO")
+    probe(shutil.copytree(embedded["mean"], tmp_path / "copied"), fasta, labels, tmp_path / "out")
+    assert "was made by the same command: nothing to do" in caplog.text
+    assert (tmp_path / "out" / "predictions.csv").stat().st_mtime_ns == written
+    with pytest.raises(UserError, match="was made from other input or arguments: --overwrite it, or choose another"):
+        probe(embedded["residues"], fasta, labels, tmp_path / "out")
+    shutil.copy(labels, tmp_path / "out" / "mine.csv")
     probe(embedded["mean"], fasta, labels, tmp_path / "out", "--overwrite")
     assert (tmp_path / "out" / "predictions.csv").read_bytes() == first
+    assert (tmp_path / "out" / "mine.csv").exists()
+    for out, given in ((tmp_path / "out", tmp_path / "out" / "mine.csv"), (embedded["mean"], labels)):
+        with pytest.raises(UserError, match="is in there: choose another"):
+            probe(embedded["mean"], fasta, given, out, "--overwrite")
 
 
 def test_probe_of_a_model_equals_that_of_its_embeddings(model, embedded, fasta, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 import score as script
 from common.cli import UserError
+from extras.downstream.outputs import MANIFEST
 from extras.inference.encoder import Encoder, EncoderFlags
 from extras.inference.mutations import RESIDUES, parse_variant, score
 from tests.data_fixtures import call, write_fasta
@@ -35,7 +36,7 @@ def test_score_writes_all_single_mutants(model, tmp_path, monkeypatch, caplog):
     stems = ("X", "sp_A_1", "sp_A_1-1")
     scores = ("masked_marginal", "wild_type_marginal")
     names = {f"{stem}.{end}" for stem in stems for end in ("png", *(f"{name}.csv" for name in scores))}
-    assert {path.name for path in output.iterdir()} == names | {"scores.json"}
+    assert {path.name for path in output.iterdir()} == names | {"scores.json", MANIFEST}
     assert all((output / f"{stem}.png").read_bytes().startswith(b"\x89PNG") for stem in stems)
     encoder = Encoder(EncoderFlags(str(model), max_seq_length=LONGEST + 2, use_cpu=True))
     for stem, text in (("sp_A_1", "MKVXAG"), ("sp_A_1-1", long)):
@@ -63,14 +64,34 @@ def test_score_writes_all_single_mutants(model, tmp_path, monkeypatch, caplog):
     (output / "notes.txt").write_text("of the user")
     call(script, *command, "--overwrite", "--wild_type_marginal_only")
     assert {path.name for path in output.iterdir()} == {
-        *("two.png", "two.wild_type_marginal.csv", "scores.json", "notes.txt")
+        *("two.png", "two.wild_type_marginal.csv", "scores.json", "notes.txt", MANIFEST)
     }
     (output / "two.png").unlink()
-    with pytest.raises(UserError, match="has changed since it was written"):
+    with pytest.raises(UserError, match=r"two.png has gone since it was written"):
         call(script, *command, "--wild_type_marginal_only")
+    (output / "two.png").write_text("of the user")
+    with pytest.raises(UserError, match="--fasta .* is in there: choose another"):
+        call(script, *flags, "--all_single_mutants", "--output", tmp_path, "--overwrite")
     with pytest.raises(UserError, match="--mutations: does not go with --all_single_mutants"):
         call(script, *command, "--mutations", fasta)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_score_replaces_matrices_of_an_earlier_version_by_their_record(model, tmp_path):
+    fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKV")])
+    flags = ("--model_name_or_path", model, "--fasta", fasta, "--use_cpu", "--wild_type_marginal_only")
+    command = (*flags, "--all_single_mutants", "--output", tmp_path / "matrices")
+    call(script, *command)
+    record = tmp_path / "matrices" / "scores.json"
+    earlier = json.loads(record.read_text()) | {"sha256": {"one.png": "00", "../my.fasta": "00", "gone.png": "00"}}
+    record.write_text(json.dumps(earlier))
+    (tmp_path / "matrices" / MANIFEST).unlink()
+    (tmp_path / "matrices" / "one.wild_type_marginal.csv").unlink()
+    write_fasta(fasta, [("two", "MKV")])
+    call(script, *command, "--overwrite")
+    names = {"two.png", "two.wild_type_marginal.csv", "scores.json", MANIFEST}
+    assert {path.name for path in (tmp_path / "matrices").iterdir()} == names
+    assert fasta.exists()
 
 
 def test_score_of_all_single_mutants_on_a_full_disk_leaves_nothing(model, tmp_path):
