@@ -67,7 +67,7 @@ class Arguments(Flags):
     output_dir: str | None = flag(None, "A directory for the results, which is made.")
     fit: bool | None = flag(None, "Fit a head to the structures. Default: if the model has none.")
     maps: int = flag(10, "Draw at most so many maps.")
-    overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
+    overwrite: bool = flag(False, "Replace an earlier output there; other files in OUTPUT_DIR stay.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
 

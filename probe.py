@@ -87,7 +87,7 @@ class Arguments(Flags):
     bf16: bool = flag(False, "With --model_name_or_path: compute in bfloat16.")
     use_cpu: bool = flag(False, "With --model_name_or_path: compute on the CPU even where there is a GPU.")
     probe: str | None = flag(None, "Default: ridge for numbers, logistic for classes.", choices=PROBES)
-    overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
+    overwrite: bool = flag(False, "Replace an earlier output there; other files in OUTPUT_DIR stay.")
 
     @property
     def ways(self) -> list[str]:

@@ -37,7 +37,7 @@ from common.files.json_files import (
     replace_flushed,
 )
 from common.flags import Missing, flag, parse_arguments
-from common.models.layers.hf_directory import model_hash
+from common.models.layers.hf_directory import model_files, model_hash
 from common.models.registry import encoder_family
 from extras.downstream.outputs import Manifest, Output, claimed, locked_file, writing
 from extras.downstream.results import to_open
@@ -305,6 +305,8 @@ def score_table(args: Arguments) -> None:
     with ExitStack() as stack:
         model = exported(str(args.model_name_or_path), stack)
         made_from = identity(args, hashes, model)
+        if output.exists() and any(path.samefile(output) for path in model_files(model)):
+            raise UserError(f"--output {output}: it would replace a file of the model: choose another name")
         stack.enter_context(locked_file(output, "--output"))
         if not args.overwrite and is_finished(output, record, made_from):
             logger.info("%s was made from the same input and arguments: nothing to do", output)

@@ -91,7 +91,7 @@ def test_reference_has_the_files_of_a_run(run):
 NAMES = {"range": "|".join(RANGES), "split": "train|validation|test", "residue": "[A-Y]", "number": "[0-9]+"}
 NAMES |= {"score": "masked_marginal|wild_type_marginal|blosum62|residue_frequency"}
 NAMES |= {"metric": "|".join((*values_of(*np.eye(2), None), *values_of(*np.array([["a", "b"]] * 2), np.arange(2.0))))}
-NO_FIGURES = {"arguments", "made_from", "files"}  # flags, versions and checksums
+NO_FIGURES = {"arguments", "made_from", "files", "finished"}  # flags, versions, checksums, and whether all is there
 
 
 def numbers_in(content: object, name: str = "") -> set[str]:

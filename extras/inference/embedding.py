@@ -19,6 +19,7 @@ from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.hf_directory import model_files, model_hash
 from common.models.registry import encoder_family
+from extras.downstream.outputs import refuse_inputs
 from extras.export import exported
 from extras.inference.encoder import (
     Encoder,
@@ -81,6 +82,8 @@ class EmbeddingFlags(EncoderFlags):
             )
         if not Path(self.fasta).is_file():
             raise UserError(f"--fasta {self.fasta}: no such file")
+        inputs = {"--model_name_or_path": self.model_name_or_path, "--fasta": self.fasta}
+        refuse_inputs(Path(self.output_dir) / OUTPUT, inputs)
 
     @property
     def settings(self) -> dict:

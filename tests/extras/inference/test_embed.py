@@ -172,6 +172,14 @@ def test_embed_reports_errors_in_one_line(model, tmp_path):
     assert json.loads((model / "config.json").read_text())["model_type"] == "esm"
 
 
+def test_embed_refuses_an_output_that_holds_its_input(model, tmp_path):
+    (tmp_path / "embeddings").mkdir()
+    fasta = write_fasta(tmp_path / "embeddings" / "my.fasta", [("one", "MKV")])
+    with pytest.raises(UserError, match="--fasta .* is in there: choose another"):
+        call_embed(model, fasta, tmp_path, "--overwrite")
+    assert fasta.exists()
+
+
 def test_embed_parts_record_their_input(model, tmp_path):
     fasta = write_fasta(tmp_path / "my.fasta", [(f"P{n}", "MKVLAG" * n) for n in range(1, 6)])
     call_embed(model, fasta, tmp_path / "out", "--proteins_per_part", 3, "--max_seq_length", 20)

@@ -330,6 +330,14 @@ def test_score_refuses_an_output_that_is_an_input(job, tmp_path, name):
     assert (tmp_path / name).read_bytes() == before
 
 
+def test_score_refuses_an_output_that_is_a_file_of_the_model(job, model, tmp_path):
+    moved = Path(shutil.copytree(model, tmp_path / "model"))
+    before = (moved / "config.json").read_bytes()
+    with pytest.raises(UserError, match="it would replace a file of the model"):
+        job("protein,mutant\none,A5G\n", "--overwrite", model=moved, output=moved / "config.json")
+    assert (moved / "config.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("name", ["out.csv.json", "out.csv.partial", "out.csv.json.partial"])
 def test_score_refuses_an_input_named_as_its_partial_file(model, tmp_path, name):
     write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
