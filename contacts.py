@@ -189,7 +189,8 @@ def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
 
 def identity(args: Arguments, model: str) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model, structures and FASTA file."""
-    made_from: dict[str, Any] = {"fit": args.fit, "maps": args.maps, "model_hash": model_hash(model)}
+    made_from: dict[str, Any] = {"script": "contacts.py", "fit": args.fit, "maps": args.maps}
+    made_from["model_hash"] = model_hash(model)
     if args.structures:
         paths = structure_files(args.structures)
         hashes = content_hashes(paths)
@@ -203,7 +204,7 @@ def main() -> None:
 
     directory = Path(str(args.output_dir))
     inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "structures", "fasta")}
-    earlier = Manifest.of_earlier(directory, RESULTS, TABLE)
+    earlier = Manifest.of_earlier(directory, "head", TABLE)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
     with ExitStack() as stack:
         name = exported(str(args.model_name_or_path), stack)

@@ -43,6 +43,7 @@ RESAMPLES = 200  # of the held-out proteins, for the intervals
 STATE, PREDICTIONS, MODEL = "state.pt", "predictions.csv", "model"
 WRITTEN = (STATE, PREDICTIONS, RESULTS, MODEL)
 MADE_FROM = "made_from.json"  # of earlier versions
+SCRIPT = "finetune.py"
 
 
 @dataclass
@@ -260,7 +261,8 @@ def identity(args: Arguments) -> dict[str, Any]:
     if args.cluster_column is None:
         del flags["cluster_column"]  # as in the outputs of earlier versions
     data = {name: content_hash(getattr(args, name)) for name in ("dataset", "fasta") if getattr(args, name)}
-    return flags | {"target_modules": targets_of(args), "model": model_hash(str(args.model_name_or_path))} | data
+    flags |= {"script": SCRIPT, "target_modules": targets_of(args)}
+    return flags | {"model": model_hash(str(args.model_name_or_path))} | data
 
 
 def earlier_output(output: Path) -> Manifest | None:
@@ -270,7 +272,7 @@ def earlier_output(output: Path) -> Manifest | None:
     except (OSError, ValueError):
         return None
     there = {name: None for name in (MADE_FROM, *WRITTEN) if (output / name).exists()}
-    return Manifest(made_from, RESULTS in there, there)
+    return Manifest({"script": SCRIPT} | made_from, RESULTS in there, there)
 
 
 def train(tuning: FineTuning, saved: Path) -> None:

@@ -320,7 +320,11 @@ def identity(args: Arguments) -> dict[str, Any]:
         flags["embeddings"] = facts_of(parts_of(args.embeddings)[0])
     else:
         flags["model"] = model_hash(str(args.model_name_or_path))
-    return flags | {name: content_hash(getattr(args, name)) for name in FILES if getattr(args, name)}
+    return (
+        {"script": "probe.py"}
+        | flags
+        | {name: content_hash(getattr(args, name)) for name in FILES if getattr(args, name)}
+    )
 
 
 def write(args: Arguments, output: Output, examples: Examples, about: list[dict[str, Any]]) -> None:
@@ -350,7 +354,7 @@ def main() -> None:
     args = parse_arguments(__doc__, Arguments)
     directory = Path(str(args.output_dir))
     inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "embeddings", *FILES)}
-    earlier = Manifest.of_earlier(directory, RESULTS, PREDICTIONS)
+    earlier = Manifest.of_earlier(directory, "probe", PREDICTIONS)
     with ExitStack() as stack:
         model = args.model_name_or_path and exported(args.model_name_or_path, stack)
         made_from = identity(replace(args, model_name_or_path=model))

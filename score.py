@@ -61,6 +61,7 @@ from extras.sources.proteins import ProteinFlags, read_residues
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
 RECORD = "scores.json"  # in a directory of --all_single_mutants
+SCRIPT = "score.py"
 SETTINGS = (
     *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
     *("wild_type_marginal_only", "column_prefix"),
@@ -205,7 +206,7 @@ def earlier_matrices(output: Path) -> Manifest | None:
     try:
         content = read_json(output / RECORD)
         names = (RECORD, *filter(is_plain_name, content["sha256"]))
-        return Manifest(content["made_from"], True, dict.fromkeys(names))
+        return Manifest({"script": SCRIPT} | content["made_from"], True, dict.fromkeys(names))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -330,7 +331,8 @@ def score_all(args: Arguments) -> None:
     inputs = {"--model_name_or_path": args.model_name_or_path, "--fasta": args.fasta}
     with ExitStack() as stack:
         model = exported(str(args.model_name_or_path), stack)
-        made_from, earlier = identity(args, hashes, model), earlier_matrices(directory)
+        made_from = {"script": SCRIPT} | identity(args, hashes, model)
+        earlier = earlier_matrices(directory)
         claim = claimed(directory, inputs, made_from, args.overwrite, earlier, "--output")
         if (output := stack.enter_context(claim)) is None:
             return

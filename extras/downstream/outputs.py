@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from common.cli import MAKE_ROOM, NO_ROOM, UserError, one_line, owner_of_denied
 from common.files.json_files import is_plain_name, read_json, size_and_crc, sync_tree, write_json
+from extras.downstream.results import RESULTS
 from extras.prepare.output_directory import lock, release
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,18 @@ class Manifest:
         try:
             content = read_json(directory / MANIFEST)
             names = [name for name in content["files"] if all(map(is_plain_name, name.split("/")))]
-            return cls(content["made_from"], content["finished"] is True, {n: content["files"][n] for n in names})
+            files = {name: content["files"][name] for name in names}
+            return cls(dict(content["made_from"]), content["finished"] is True, files)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     @classmethod
-    def of_earlier(cls, directory: Path, mark: str, *names: str) -> Manifest | None:
-        """Of an output without manifest, whose file `mark` says that the script wrote it."""
-        return cls(None, True, dict.fromkeys((mark, *names))) if (directory / mark).is_file() else None
+    def of_earlier(cls, directory: Path, key: str, *names: str) -> Manifest | None:
+        """Of an output without manifest, whose results have the key that only this script's have."""
+        with suppress(OSError, ValueError):
+            if key in read_json(directory / RESULTS):
+                return cls(None, True, dict.fromkeys((RESULTS, *names)))
+        return None
 
     def change(self, directory: Path) -> str | None:
         """How a file differs from what was written, or None."""
@@ -146,7 +151,8 @@ def claimed(
 ) -> Iterator[Output | None]:
     """The locked output directory; None, and a line, if it is finished and was made from the same.
 
-    inputs: {flag: path or name}; made_from: flags and hashes of inputs; earlier: of an output without manifest.
+    inputs: {flag: path or name}; made_from: the script's name, flags and hashes of inputs; earlier: of an output
+    without manifest.
     UserError if it holds an input, was made from something else (unless `overwrite`), has files but no output of the
     script, or another command writes there.
     """
@@ -166,6 +172,8 @@ def _claim(
         if other := next(directory.iterdir(), None):
             raise UserError(f"{flag} {directory}: exists and is not of this script ({other.name}): choose another")
         return Output(directory, made_from, {}, False, flag)
+    if manifest.made_from is not None and (script := manifest.made_from.get("script")) != made_from.get("script"):
+        raise UserError(f"{flag} {directory}: exists, and is of {script}: choose another")
     if overwrite:
         return Output(directory, made_from, manifest.files, False, flag)
     if manifest.made_from is None:

@@ -75,6 +75,13 @@ def test_output_overwritten_loses_its_own_files_alone(tmp_path):
     assert not write(tmp_path, {}, {"seed": 2})
 
 
+def test_output_of_another_script_is_refused(tmp_path):
+    write(tmp_path, {"model.bin": "1"}, {"script": "finetune.py", "seed": 1})
+    with pytest.raises(UserError, match=r"exists, and is of finetune.py: choose another"):
+        write(tmp_path, {}, {"script": "contacts.py"}, overwrite=True)
+    assert content(tmp_path) == {"model.bin": "1"}
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_output_in_a_directory_of_other_files_is_refused(tmp_path, overwrite):
     (tmp_path / "results.json").write_text("of the user")
@@ -84,9 +91,11 @@ def test_output_in_a_directory_of_other_files_is_refused(tmp_path, overwrite):
 
 
 def test_output_of_an_earlier_version_is_replaced_by_name(tmp_path):
-    for name in ("results.json", "predictions.csv", "labels.csv"):
+    (tmp_path / "results.json").write_text('{"probe": {}}')
+    for name in ("predictions.csv", "labels.csv"):
         (tmp_path / name).write_text("before")
-    earlier = Manifest.of_earlier(tmp_path, "results.json", "predictions.csv")
+    assert Manifest.of_earlier(tmp_path, "head", "contacts.csv") is None
+    earlier = Manifest.of_earlier(tmp_path, "probe", "predictions.csv")
     with pytest.raises(UserError, match="exists, by an earlier version: --overwrite it"):
         write(tmp_path, {}, earlier=earlier)
     write(tmp_path, {"results.json": "after"}, overwrite=True, earlier=earlier)
