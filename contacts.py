@@ -189,7 +189,7 @@ def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
 
 def identity(args: Arguments, model: str) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model, structures and FASTA file."""
-    made_from: dict[str, Any] = {"script": "contacts.py", "fit": args.fit, "maps": args.maps}
+    made_from: dict[str, Any] = {"script": "contacts.py", "fit": args.fit, "maps": args.maps} | args.proteins.given
     made_from["model_hash"] = model_hash(model)
     if args.structures:
         paths = structure_files(args.structures)
