@@ -131,7 +131,7 @@ def _before_first_record(start: bytearray, at_end: bool) -> int:
 
 def _without_comments(block: bytearray) -> bytearray:
     """With blanks in place of the lines of comment, so that lines keep their numbers."""
-    if b"\n" + COMMENT not in block:
+    if COMMENT not in block or b"\n" + COMMENT not in block:  # one byte is found much faster than two
         return block
     return bytearray(re.sub(rb"(?<=\n);[^\n]*", lambda comment: b" " * len(comment[0]), block))
 
@@ -142,16 +142,19 @@ def _cleaned(batches: Iterator[Lines], cleaner: Cleaner) -> Iterator[Lines]:
         lines = _without_annotations(lines, cleaner) if cleaner.aligned else lines
         data, offsets = view(lines)
         tabs = np.flatnonzero(data == TAB)
-        ids = cut(data, np.stack([offsets[:-1], tabs], axis=1))
+
+        def name(number: int, begins: np.ndarray = offsets, ends: np.ndarray = tabs, data: np.ndarray = data) -> str:
+            return f"record {data[begins[number] : ends[number]].tobytes().decode()[:60]}"
+
         found, bounds = view(cut(data, np.stack([tabs + 1, offsets[1:] - 1], axis=1)))
-        text, ends, refused = cleaner(found, bounds, lambda n, ids=ids: f"record {ids[n].as_py().decode()[:60]}")
+        text, ends, refused = cleaner(found, bounds, name)
         if len(text) == len(found):
             yield lines
             continue
         lengths = np.diff(ends)
         for number in sorted(set(np.flatnonzero(lengths == 0).tolist()) - set(refused)):
-            name = ids[number].as_py().decode()[:60]
-            cleaner.bad_records(UserError(f"{cleaner.where}: record {name} has no residues: remove it"))
+            cleaner.bad_records(UserError(f"{cleaner.where}: {name(number)} has no residues: remove it"))
+        ids = cut(data, np.stack([offsets[:-1], tabs], axis=1))
         columns = [ids.cast(pa.binary()), texts(text, ends, pa.binary())]
         kept = [column.filter(pa.array(lengths > 0)) for column in columns]
         if len(kept[0]):
