@@ -4,8 +4,9 @@ r"""Fine-tune a model for your labels, of proteins or of their residues: LoRA ad
 python finetune.py --model_name_or_path out/final_model --dataset labels.csv --output_dir tuned
 
 labels.csv has columns `sequence` and `label`: a number or a class a protein, or a label a residue, as a string of
-letters or numbers separated by blanks (`.`: none). A column `split` (train, validation, test) is used. TUNED/model is
-a stock adapter (or model); results.json and predictions.csv are of held-out proteins. docs/after.md has more.
+letters or numbers separated by blanks (`.`: none). A column `split` (train, validation, test) is used, or FLIP's `set`
+and `validation`. TUNED/model is a stock adapter (or model); results.json and predictions.csv are of held-out proteins.
+docs/after.md has more.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from common.models.layers.hf_directory import dropout_of, local_directory, model
 from common.models.registry import NO_STOCK, encoder_family
 from common.training.software import software
 from extras.downstream.finetuning import FineTuning
-from extras.downstream.labels import SPLITS, TASKS, Example, TaskSpec, read_examples
+from extras.downstream.groups import Clustering
+from extras.downstream.labels import TASKS, Example, TaskSpec, contradictions, label_items, read_examples
 from extras.downstream.metrics import about_intervals, shown, with_intervals
 from extras.downstream.outputs import Manifest, Output, claimed, writing
 from extras.downstream.results import RESULTS
+from extras.downstream.splits import SPLITS
 from extras.export import final_model_of, is_checkpoint
 from extras.model_card import rows as table_rows
 
@@ -44,6 +47,9 @@ STATE, PREDICTIONS, MODEL = "state.pt", "predictions.csv", "model"
 WRITTEN = (STATE, PREDICTIONS, RESULTS, MODEL)
 MADE_FROM = "made_from.json"  # of earlier versions
 SCRIPT = "finetune.py"
+# Flags that are None unless given, since they are refused where they have no effect.
+SIZES = {"validation_size": 0.1, "test_size": 0.2}
+LORA = {"lora_r": 8, "lora_alpha": 16.0, "lora_dropout": 0.0}
 
 
 @dataclass
@@ -57,16 +63,22 @@ class Arguments(Flags):
     output_dir: str | None = flag(None, "Where the model and the results go.")
     fasta: str | None = flag(None, "The sequences, where the CSV file has ids: its column id.")
     label_column: str = flag("label", "The column of the labels; rows without one are left out.")
-    cluster_column: str | None = flag(None, "A column with clusters of related proteins, each in one split whole.")
-    validation_size: float = flag(
-        0.1, "Part of the proteins, by a hash of the sequence or cluster, where no split is given."
+    split_column: str | None = flag(
+        None,
+        "A column with train, validation or test. Default: split, or FLIP's set and validation, if there is one.",
     )
-    test_size: float = flag(0.2, "Likewise.")
+    cluster_column: str | None = flag(None, "A column with clusters of related proteins, each in one split whole.")
+    cluster_table: str | None = flag(None, "Or a table of clusters and their members' ids, as for step 1.")
+    cluster: float | None = flag(None, "Or cluster the labelled proteins by MMseqs2 at this identity, 0.5 say.")
+    validation_size: float | None = flag(
+        None, "Part of the proteins, by a hash of the sequence or cluster, where no split is given. Default: 0.1."
+    )
+    test_size: float | None = flag(None, "Likewise. Default: 0.2.")
     problem_type: str | None = flag(None, "What the labels are. Default: by the labels.", choices=TASKS)
     full: bool = flag(False, "Train all weights, not LoRA's.")
-    lora_r: int = flag(8, "Rank of LoRA's matrices.")
-    lora_alpha: float = flag(16.0, "LoRA's scale times its rank.")
-    lora_dropout: float = flag(0.0, "Of LoRA's inputs.")
+    lora_r: int | None = flag(None, "Rank of LoRA's matrices. Default: 8.")
+    lora_alpha: float | None = flag(None, "LoRA's scale times its rank. Default: 16.")
+    lora_dropout: float | None = flag(None, "Of LoRA's inputs. Default: 0.")
     target_modules: str | None = flag(
         None, "Matrices that get LoRA's: names in the stock model. Default: of queries, keys and values."
     )
@@ -85,6 +97,11 @@ class Arguments(Flags):
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
     overwrite: bool = flag(False, "Start anew in OUTPUT_DIR.")
 
+    def value(self, name: str) -> Any:
+        """Of a flag of `SIZES` or `LORA`."""
+        given = getattr(self, name)
+        return (SIZES | LORA)[name] if given is None else given
+
     def missing(self) -> Iterator[Missing]:
         if not self.model_name_or_path:
             yield Missing("--model_name_or_path", "the model", "out/final_model")
@@ -100,10 +117,14 @@ class Arguments(Flags):
         self.require_at_least(0, "lora_dropout", "weight_decay", "warmup_ratio", "max_grad_norm", "seed")
         self.require_at_least(8, "max_seq_length")
         self.require_above(0, "validation_size", "test_size")
-        if not self.validation_size + self.test_size < 1:
+        if not self.value("validation_size") + self.value("test_size") < 1:
             raise UserError("--validation_size and --test_size leave nothing to train on: give less than 1 together")
-        if not self.lora_dropout < 1:
+        if not self.value("lora_dropout") < 1:
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be below 1")
+        idle = [f"--{name}" for name in (*LORA, "target_modules") if self.full and getattr(self, name) is not None]
+        if idle:
+            raise UserError(f"{' and '.join(idle)}: no effect, as --full trains without LoRA: leave it out")
+        Clustering(self.cluster_column, self.cluster_table, self.cluster).check()
         for name in ("dataset", "fasta"):
             if getattr(self, name) and not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
@@ -159,9 +180,9 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
 
     lora = LoraConfig(
         task_type=TaskType.TOKEN_CLS if task.of_residues else TaskType.SEQ_CLS,
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
+        r=args.value("lora_r"),
+        lora_alpha=args.value("lora_alpha"),
+        lora_dropout=args.value("lora_dropout"),
         target_modules=targets_of(args).split(","),
     )
     try:
@@ -215,7 +236,7 @@ def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
     metrics = {name: shown(value) for name, value in results["test"].items() if isinstance(value, list)}
     intervals = results["intervals"]
     over = about_intervals(intervals["over"], {"held-out": intervals["test"]})
-    what = "all weights trained" if args.full else f"LoRA of rank {args.lora_r}"
+    what = "all weights trained" if args.full else f"LoRA of rank {args.value('lora_r')}"
     lines = ["---", f"library_name: {library}", "license: unknown", "tags:", "- protein", "- esm", "---", ""]
     lines += [f"# {family.title}, fine-tuned: {task.name.replace('_', ' ')}, {what}", ""]
     lines += ["```python", f"from {library} import {kind}", "from transformers import AutoTokenizer", ""]
@@ -256,11 +277,14 @@ def table_of(results: dict[str, Any]) -> str:
 
 def identity(args: Arguments) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model and data."""
-    free = {"output_dir", "overwrite", "use_cpu", "save_steps", "model_name_or_path", "dataset", "fasta"}
+    files = ("dataset", "fasta", "cluster_table")
+    free = {"output_dir", "overwrite", "use_cpu", "save_steps", "model_name_or_path", *files}
     flags = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in free}
-    if args.cluster_column is None:
-        del flags["cluster_column"]  # as in the outputs of earlier versions
-    data = {name: content_hash(getattr(args, name)) for name in ("dataset", "fasta") if getattr(args, name)}
+    for name in ("cluster_column", "cluster", "split_column"):
+        if flags[name] is None:
+            del flags[name]  # as in the outputs of earlier versions
+    flags |= {name: args.value(name) for name in (*SIZES, *LORA)}
+    data = {name: content_hash(getattr(args, name)) for name in files if getattr(args, name)}
     flags |= {"script": SCRIPT, "target_modules": targets_of(args)}
     return flags | {"model": model_hash(str(args.model_name_or_path))} | data
 
@@ -303,18 +327,26 @@ def main() -> None:
         args.fasta,
         args.label_column,
         args.problem_type,
-        (args.validation_size, args.test_size),
+        (args.value("validation_size"), args.value("test_size")),
         args.max_seq_length - 2,
         args.cluster_column,
+        args.cluster_table,
+        args.cluster,
+        args.split_column,
+        [f"--{name}" for name in SIZES if getattr(args, name) is not None],
     )
+    contradicting = contradictions(label_items(task, examples), f"--dataset {args.dataset}")
     output = Path(str(args.output_dir))
-    inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "dataset", "fasta")}
+    files = ("model_name_or_path", "dataset", "fasta", "cluster_table")
+    inputs = {f"--{name}": getattr(args, name) for name in files}
     with claimed(output, inputs, identity(args), args.overwrite, earlier_output(output)) as claim:
         if claim is not None:
-            tune(args, task, examples, claim)
+            tune(args, task, examples, contradicting, claim)
 
 
-def tune(args: Arguments, task: TaskSpec, examples: list[Example], output: Output) -> None:
+def tune(
+    args: Arguments, task: TaskSpec, examples: list[Example], contradicting: dict[str, Any], output: Output
+) -> None:
     """Train, evaluate and write, from where a stopped run of the same command was."""
     counts = {name: sum(each.split == name for each in examples) for name in SPLITS}
     classes = f" of {len(task.classes)} classes" if task.classes else ""
@@ -349,13 +381,14 @@ def tune(args: Arguments, task: TaskSpec, examples: list[Example], output: Outpu
     train(tuning, state)
     tuning.restore_unit()
     (validation, _), (test, rows) = (evaluate(tuning, name) for name in ("validation", "test"))
-    over = "clusters" if args.cluster_column else "proteins"
+    over = "clusters" if args.cluster_column or args.cluster_table or args.cluster else "proteins"
     groups = {name: len({each.group for each in tuning.split[name]}) for name in SPLITS[1:]}
     results = {
         "task": task.name,
         "classes": task.classes,
         "counts": counts,
         "intervals": {"over": over} | groups,
+        "contradicting_labels": contradicting,
         "best_epoch": tuning.progress.best_epoch,
         "validation": validation,
         "test": test,

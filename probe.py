@@ -16,8 +16,7 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
 import json
 import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,26 +32,15 @@ from common.distributed.world import World
 from common.files.json_files import content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
+from extras.downstream.groups import Clustering, groups_of
+from extras.downstream.labels import place_of, read_rows, sequences_of, usable_rows
 from extras.downstream.metrics import about_intervals, shown
 from extras.downstream.outputs import Manifest, Output, claimed
-from extras.downstream.probes import (
-    PARTS,
-    PROBES,
-    Examples,
-    Labelled,
-    evaluate,
-    examples_of,
-    has_label,
-    read_rows,
-    split_of,
-)
+from extras.downstream.probes import PARTS, PROBES, Examples, Labelled, contradicting, evaluate, examples_of, labelled
 from extras.downstream.results import RESULTS, to_open
 from extras.export import exported
 from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 from extras.inference.encoder import part_path
-from extras.prepare.cluster_splits import cluster_records, hash_names, read_table, without_prefix
-from extras.prepare.output_directory import JOURNAL, Build, Journal
-from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
 POSITION = "position"  # column
@@ -77,8 +65,8 @@ class Arguments(Flags):
     embedding_column: str = flag("embedding", "The column of the embeddings: embedding_N of several --repr_layers.")
     split_column: str | None = flag(
         None,
-        "A column with train, validation or test. Default: split, if there is one; else a fifth is held out, equal "
-        "sequences together.",
+        "A column with train, validation or test. Default: split, or FLIP's set and validation, if there is one; else "
+        "a fifth is held out, equal sequences together.",
     )
     cluster_column: str | None = flag(None, "A column with clusters of related proteins, each on one side whole.")
     cluster_table: str | None = flag(None, "Or a table of clusters and their members' ids, as for step 1.")
@@ -90,9 +78,8 @@ class Arguments(Flags):
     overwrite: bool = flag(False, "Replace an earlier output there; other files in OUTPUT_DIR stay.")
 
     @property
-    def ways(self) -> list[str]:
-        """To cluster: the flags that are given."""
-        return [f"--{n}" for n in ("cluster_column", "cluster_table", "cluster") if getattr(self, n) is not None]
+    def clustering(self) -> Clustering:
+        return Clustering(self.cluster_column, self.cluster_table, self.cluster)
 
     def missing(self) -> Iterator[Missing]:
         if not self.model_name_or_path and not self.embeddings:
@@ -113,32 +100,7 @@ class Arguments(Flags):
         for name in ("fasta", "labels"):
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
-        if self.cluster is not None and not 0 < self.cluster <= 1:
-            raise UserError(f"--cluster {self.cluster}: an identity above 0 and at most 1, 0.3 say")
-        if len(self.ways) > 1:
-            raise UserError(f"{' and '.join(self.ways)}: give one of them")
-
-
-def read_labels(args: Arguments) -> list[dict[str, str]]:
-    """The rows that have a label, one a protein. UserError for a file that is no CSV with the columns."""
-    where = f"--labels {args.labels}"
-    named = (args.id_column, args.label_column, args.split_column, args.cluster_column)
-    rows = read_rows(str(args.labels), where, [name for name in named if name])
-    labelled = [row for row in rows if has_label(row[args.label_column])]
-    if not labelled:
-        raise UserError(f"{where}: no row has a label")
-    return labelled
-
-
-def read_proteins(args: Arguments, ids: set[str]) -> dict[str, str]:
-    """{id: sequence} of these. UserError for an id that two proteins have."""
-    found: dict[str, str] = {}
-    for raw, text in read_fasta(str(args.fasta)):
-        if (name := raw.decode()) in ids:
-            if name in found:
-                raise UserError(f"--fasta {args.fasta}: two proteins have the id {name[:40]!r}: rename one")
-            found[name] = text.decode("latin-1")
-    return found
+        self.clustering.check()
 
 
 def embeddings_of(args: Arguments, ids: set[str], per_residue: bool) -> dict[str, np.ndarray]:
@@ -216,13 +178,15 @@ def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
     return found
 
 
-def of_positions(args: Arguments, rows: list[dict[str, str]], proteins: dict[str, str]) -> list[dict[str, str]]:
-    """A row a protein, with a label for each residue, from a row a residue. UserError for a position that is not one
-    of the protein, or comes twice."""
-    merged: dict[str, dict[str, str]] = {}
+def of_positions(
+    args: Arguments, rows: list[dict[str, str]], splits: list[str] | None, proteins: dict[str, str]
+) -> tuple[list[dict[str, str]], list[str] | None]:
+    """A row a protein, with a label for each residue, and its split, from a row a residue. UserError for a position
+    that is not one of the protein, or comes twice, and for a protein with two splits or clusters."""
+    first: dict[str, tuple[dict[str, str], str]] = {}
     words: dict[str, list[str]] = {}
-    for row in rows:
-        name, where = row[args.id_column], f"--labels {args.labels}, row {row['line']}"
+    for row, split in zip(rows, splits or [""] * len(rows), strict=True):
+        name, where = row[args.id_column], place_of(row, f"--labels {args.labels}")
         residues = words.setdefault(name, ["."] * len(proteins[name]))
         place = int(row[POSITION]) - 1 if row[POSITION].strip().isdecimal() else -1
         if not 0 <= place < len(residues):
@@ -232,77 +196,48 @@ def of_positions(args: Arguments, rows: list[dict[str, str]], proteins: dict[str
         if residues[place] != ".":
             raise UserError(f"{where}: a second label of residue {place + 1}: leave one")
         residues[place] = "_".join(row[args.label_column].replace(",", " ").split())
-        first = merged.setdefault(name, row)
-        for column in filter(None, (args.split_column, args.cluster_column)):
-            if row[column] != first[column]:
-                raise UserError(
-                    f"{where}: {column} {row[column][:40]!r}, and {first[column][:40]!r} before: of a protein"
-                )
-    return [row | {args.label_column: " ".join(words[name])} for name, row in merged.items()]
-
-
-def groups_of(args: Arguments, rows: list[dict[str, str]], sequences: Sequence[str]) -> list[str]:
-    """What is held out whole: the named cluster, or the first in the alphabet of the cluster's sequences."""
-    if args.cluster_column:
-        return [row[args.cluster_column] for row in rows]
-    own = [sequence.upper() for sequence in sequences]
-    if args.cluster_table is None and args.cluster is None:
-        return own
-    names = pa.array([row[args.id_column] for row in rows])
-    with TemporaryDirectory(prefix="probe-") as directory:
-        table = Path(args.cluster_table or "")
-        if args.cluster is not None:
-            names = pa.array([str(number) for number in range(len(rows))])
-            batch = pa.RecordBatch.from_arrays([names, pa.array(own)], names=["id", "text"])
-            scratch = Path(directory)
-            build, threads = Build({}, scratch, Journal(scratch / JOURNAL)), len(os.sched_getaffinity(0))
-            table = cluster_records(build, [scratch], lambda _path: [batch], args.cluster, threads)
-        clusters = {
-            member: cluster
-            for of_clusters, members in read_table(table)
-            for cluster, member in zip(of_clusters.tolist(), members.tolist(), strict=True)
-        }
-    keys = [clusters.get(member) for member in hash_names(without_prefix(names)).tolist()]
-    if keys.count(None):
-        logger.warning("%s: %d of %d proteins are in no cluster: each is its own", table, keys.count(None), len(keys))
-    first: dict[int | None, str] = {}
-    for key, sequence in zip(keys, own, strict=True):
-        first[key] = min(first.get(key, sequence), sequence)
-    logger.info("%s clusters of %s proteins", f"{len(first):,}", f"{len(rows):,}")
-    return [sequence if key is None else first[key] for key, sequence in zip(keys, own, strict=True)]
+        of_first, split_of_first = first.setdefault(name, (row, split))
+        cluster = args.cluster_column
+        if split != split_of_first or (cluster and row[cluster] != of_first[cluster]):
+            raise UserError(
+                f"{where}: {name[:40]!r} has another split or cluster in row {of_first['line']}: leave one"
+            )
+    merged = [row | {args.label_column: " ".join(words[name])} for name, (row, _) in first.items()]
+    return merged, [split for _, split in first.values()] if splits else None
 
 
 def labelled_proteins(args: Arguments) -> tuple[list[Labelled], list[np.ndarray | None]]:
     """Each protein with its labels, and its embedding. UserError names the first row that does not fit."""
-    rows = read_labels(args)
-    ids = {row[args.id_column] for row in rows}
-    proteins = read_proteins(args, ids)
-    for row in rows:
-        if (name := row[args.id_column]) not in proteins:
-            where = f"--labels {args.labels}, row {row['line']}"
-            raise UserError(f"{where}: {name[:40]!r} is not in {args.fasta}: correct the id, or leave the row out")
+    where = f"--labels {args.labels}"
+    named = (args.id_column, args.label_column, args.split_column, args.cluster_column)
+    rows = read_rows(str(args.labels), where, [name for name in named if name])
+    sequences = sequences_of(rows, args.label_column, args.fasta, where, args.id_column)
+    proteins = {row[args.id_column]: sequence for row, sequence in zip(rows, sequences, strict=True)}
+    rows, splits = usable_rows(rows, sequences, args.label_column, args.split_column, None, where)
     has_positions = POSITION in rows[0]
-    embedded = embeddings_of(args, ids, args.per_residue or has_positions)
+    embedded = embeddings_of(args, {row[args.id_column] for row in rows}, args.per_residue or has_positions)
     if has_positions:
         if next(iter(embedded.values())).ndim == 1:
             raise UserError(
                 f"--embeddings {args.embeddings}: one a protein, but the labels have a {POSITION}: give "
                 "embed.py --per_residue"
             )
-        rows = of_positions(args, rows, proteins)
+        rows, splits = of_positions(args, rows, splits, proteins)
     names = [row[args.id_column] for row in rows]
-    if len(ids) < len(names):
-        twice = next(row for number, row in enumerate(rows) if row[args.id_column] in names[:number])
-        where = f"--labels {args.labels}, row {twice['line']}"
-        raise UserError(f"{where}: a second label of {twice[args.id_column][:40]!r}: leave one")
-    split = args.split_column or ("split" if "split" in rows[0] else None)
-    groups = groups_of(args, rows, [proteins[name] for name in names])
-    found = []
-    for row, name, group in zip(rows, names, groups, strict=True):
-        where = f"--labels {args.labels}, row {row['line']}"
-        side = split_of(row[split], where) if split else None
-        found.append(Labelled(name, proteins[name], row[args.label_column], group, side, where))
+    check_unique(names, rows, where)
+    sequences = [proteins[name] for name in names]
+    groups = groups_of(args.clustering, rows, sequences, names)
+    found = labelled(rows, names, sequences, groups, splits, args.label_column, where)
     return found, [embedded[name] for name in names]
+
+
+def check_unique(names: list[str], rows: list[dict[str, str]], where: str) -> None:
+    """UserError for a second row of a protein."""
+    seen: set[str] = set()
+    for name, row in zip(names, rows, strict=True):
+        if name in seen:
+            raise UserError(f"{place_of(row, where)}: a second label of {name[:40]!r}: leave one")
+        seen.add(name)
 
 
 def table_of(results: dict[str, dict[str, list[float | None]]]) -> str:
@@ -327,12 +262,14 @@ def identity(args: Arguments) -> dict[str, Any]:
     )
 
 
-def write(args: Arguments, output: Output, examples: Examples, about: list[dict[str, Any]]) -> None:
+def write(
+    args: Arguments, output: Output, examples: Examples, about: list[dict[str, Any]], contradictions: dict[str, Any]
+) -> None:
     """Fit, evaluate and write."""
     found, predictions = evaluate(examples, args.probe)
     test = np.flatnonzero(examples.test)
     counts = {"train": int((~examples.test).sum()), "test": len(test)}
-    over = "clusters" if args.ways else "proteins"
+    over = "clusters" if args.clustering.given else "proteins"
     held_out = len(set(examples.groups[test].tolist()))
     with output.replaced() as partial:
         with (partial / PREDICTIONS).open("w", newline="", encoding="utf-8") as file:
@@ -342,7 +279,8 @@ def write(args: Arguments, output: Output, examples: Examples, about: list[dict[
                 writer.writerow(about[place] | {"label": examples.labels[place], "prediction": prediction})
         hashes = {name: content_hash(getattr(args, name)) for name in ("fasta", "labels")}
         intervals = {"over": over, "test": held_out}
-        content = found | {"counts": counts, "intervals": intervals, "arguments": asdict(args), "hashes": hashes}
+        content = found | {"counts": counts, "intervals": intervals, "contradicting_labels": contradictions}
+        content |= {"arguments": asdict(args), "hashes": hashes}
         (partial / RESULTS).write_text(json.dumps(content, indent=2) + "\n")
     print(table_of(found))
     labels = f"{counts['train']:,}", f"{counts['test']:,}"
@@ -360,8 +298,10 @@ def main() -> None:
         made_from = identity(replace(args, model_name_or_path=model))
         output = stack.enter_context(claimed(directory, inputs, made_from, args.overwrite, earlier))
         if output is not None:
-            labelled = labelled_proteins(replace(args, model_name_or_path=model))
-            write(args, output, *examples_of(*labelled, args.probe, f"--labels {args.labels}"))
+            where = f"--labels {args.labels}"
+            proteins, embedded = labelled_proteins(replace(args, model_name_or_path=model))
+            examples, about = examples_of(proteins, embedded, args.probe, where)
+            write(args, output, examples, about, contradicting(proteins, examples, about, where))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from common.cli import UserError, one_line
 from common.files.json_files import replace_flushed
 from common.models.esm2.alphabet import PAD
-from extras.downstream.labels import IGNORE, SPLITS, Example, TaskSpec
+from extras.downstream.labels import IGNORE, Example, TaskSpec
+from extras.downstream.splits import SPLITS
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +13,21 @@ import numpy as np
 
 from common.cli import UserError
 from common.models.esm2.alphabet import encode
+from extras.downstream.groups import Clustering, groups_of
+from extras.downstream.splits import SPLITS, check_sides, given_splits, split_of
+from extras.inference.mutation_tables import is_missing
 from extras.inference.mutation_tables import read_rows as read_table
-from extras.sources.fasta import read_fasta
+from extras.sources.proteins import normalised, read_proteins
 
+logger = logging.getLogger(__name__)
 TASKS = ("regression", "classification", "token_regression", "token_classification")
-UNLABELLED = {"", ".", "nan"}
+NO_LABEL = (".", "-")  # of a residue, in a string
 IGNORE = -100  # the class of a residue without a label
-SPLITS = ("train", "validation", "test")
-SHORT = {"val": "validation", "valid": "validation", "dev": "validation"}
 
 
 @dataclass(frozen=True)
 class Example:
-    """name: an id, or the line of the file; ids: uint8 [L + 2]; target: a float or the index of a class; of residues
+    """name: an id, or the row of the file; ids: uint8 [L + 2]; target: a float or the index of a class; of residues
     float64 [L] or int64 [L], NaN or IGNORE where there is no label; split: of `SPLITS`; group: the cluster, or the
     sequence, which is in one split whole and which intervals are over."""
 
@@ -61,11 +64,6 @@ def read_rows(path: str, where: str, columns: Sequence[str]) -> list[dict[str, s
     return [row | {"line": str(line)} for line, row in enumerate(rows, 2)]
 
 
-def held_out_number(key: str) -> float:
-    """From 0 to 1, by a hash: a protein or cluster is held out if it is below a threshold, whatever else there is."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
-
-
 def separated(label: str) -> list[str]:
     return label.replace(",", " ").split()
 
@@ -76,8 +74,16 @@ def words_of(label: str) -> list[str]:
     return words if len(words) > 1 else list(label)
 
 
-def is_unlabelled(label: str) -> bool:
-    return label.lower() in UNLABELLED or all(word.lower() in UNLABELLED for word in words_of(label))
+def is_absent(word: str) -> bool:
+    """Whether the label of a residue is none."""
+    return word in NO_LABEL or is_missing(word)
+
+
+def has_label(label: str, residues: int = 0) -> bool:
+    """residues: of the protein, where labels are of residues: `NA` of two residues is then two letters."""
+    words = words_of(label.strip())
+    letters = residues > 0 and len(words) == residues
+    return (letters or not is_missing(label)) and not all(map(is_absent, words))
 
 
 def is_number(text: str) -> bool:
@@ -87,45 +93,154 @@ def is_number(text: str) -> bool:
         return False
 
 
+def class_names(words: Iterable[str]) -> dict[str, str]:
+    """{label: its class}. Where all labels are integers, 1 and 1.0 are one class: pandas writes integers as floats if
+    one is missing."""
+    words = set(words)
+    integers = all(is_number(word) and float(word).is_integer() for word in words)
+    return {word: _integer(word) if integers else word for word in words}
+
+
+def _integer(word: str) -> str:
+    return re.sub(r"\.0*$", "", word)
+
+
+def is_regression(words: Sequence[str], asked: bool | None, where: str, to_classify: str) -> bool:
+    """Whether labels are numbers, not classes; by default, if all are numbers other than 0 and 1.
+
+    asked: what the user says; to_classify: the flag that makes classes of numbers. UserError if labels are not
+    numbers where a regression is asked for, or most of them are.
+    """
+    if asked is False:
+        return False
+    strange = [word for word in words if not is_number(word)]
+    if strange and (asked or 2 * len(strange) < len(words)):
+        raise UserError(f"{where}: {strange[0][:40]!r} is not a number: correct it; or, for classes, {to_classify}")
+    return bool(asked) or not (strange or set(class_names(words).values()) <= {"0", "1"})
+
+
+def are_of_residues(sequences: Sequence[str], labels: Sequence[str], asked: str | None) -> bool:
+    """Whether most labels have a word a residue, unless asked for."""
+    fitting = sum(len(words_of(label)) == len(s) for s, label in zip(sequences, labels, strict=True))
+    return asked.startswith("token_") if asked else 2 * fitting > len(labels)
+
+
 def task_of(sequences: Sequence[str], labels: Sequence[str], asked: str | None, where: str = "labels") -> TaskSpec:
     """The task, from the labels unless asked for.
 
-    Of residues if most labels have a word a residue. A regression if all are numbers other than 0 and 1; letters of
-    residues, which no blank or comma separates, are classes even where they are digits.
+    Letters of residues, which no blank or comma separates, are classes even where they are digits.
     """
-    fitting = sum(len(words_of(label)) == len(s) for s, label in zip(sequences, labels, strict=True))
-    of_residues = asked.startswith("token_") if asked else 2 * fitting > len(labels)
-    words = {w for label in labels for w in (words_of(label) if of_residues else [label])}
-    words = {word for word in words if word.lower() not in UNLABELLED}
-    wrong = next((word for word in sorted(words) if not is_number(word)), None)
+    of_residues = are_of_residues(sequences, labels, asked)
+    words = [w for label in labels for w in (words_of(label) if of_residues else [label]) if not is_absent(w)]
     letters = of_residues and all(len(separated(label)) == 1 for label in labels)
-    regression = asked.endswith("regression") if asked else not (wrong or letters or words <= {"0", "1"})
-    if regression and wrong:
-        raise UserError(f"--problem_type {asked}: the label {wrong[:40]!r} is not a number")
-    if not regression and len(words) < 2:
-        raise UserError(f"{where}: one class alone, {min(words, default='')[:40]!r}: a classification needs two")
-    name = ("token_" if of_residues else "") + ("regression" if regression else "classification")
-    return TaskSpec(name, () if regression else tuple(sorted(words)))
+    numbers = asked.endswith("regression") if asked else False if letters else None
+    kind = "token_classification" if of_residues else "classification"
+    regression = is_regression(words, numbers, where, f"--problem_type {kind}")
+    classes = () if regression else tuple(sorted(set(class_names(words).values())))
+    if not regression and len(classes) < 2:
+        raise UserError(f"{where}: one class alone, {min(classes, default='')[:40]!r}: a classification needs two")
+    return TaskSpec(kind.replace("classification", "regression") if regression else kind, classes)
 
 
 def target_of(task: TaskSpec, sequence: str, label: str, where: str) -> Any:
     """As `Example.target`. UserError, which begins with `where`, if the label does not fit the sequence."""
+    numbers = {name: number for number, name in enumerate(task.classes)}
+
+    def of_word(word: str) -> float:
+        return (numbers[word] if word in numbers else numbers[_integer(word)]) if numbers else float(word)
+
     if not task.of_residues:
-        return task.classes.index(label) if task.classes else float(label)
+        return of_word(label)
     words = words_of(label)
     if len(words) != len(sequence):
         raise UserError(f"{where}: {len(words)} labels for {len(sequence)} residues")
-    absent = [word.lower() in UNLABELLED for word in words]
-    if task.classes:
-        return np.array([IGNORE if no else task.classes.index(w) for w, no in zip(words, absent, strict=True)])
-    return np.array([math.nan if no else float(word) for word, no in zip(words, absent, strict=True)])
+    none = IGNORE if numbers else math.nan
+    return np.array([none if is_absent(word) else of_word(word) for word in words])
 
 
-def split_of(group: str, sizes: tuple[float, float]) -> str:
-    """By a hash of a sequence or a cluster, so that equal ones stay together. sizes: of validation and test, fractions
-    of 1."""
-    number, (validation, test) = held_out_number(group), sizes
-    return "test" if number < test else "validation" if number < test + validation else "train"
+def place_of(row: dict[str, str], where: str) -> str:
+    return f"{where}, row {row['line']}"
+
+
+def usable_rows(
+    rows: Sequence[dict[str, str]],
+    sequences: Sequence[str],
+    label_column: str,
+    split_column: str | None,
+    asked: str | None,
+    where: str,
+) -> tuple[list[dict[str, str]], list[str] | None]:
+    """(the rows with a label, a sequence and a split, their splits or None as of `given_splits`); the others are
+    counted in a log line. sequences: of the rows, "" where there is none; asked: as of `task_of`. UserError if no row
+    is left."""
+    pairs = [(sequence, row[label_column]) for sequence, row in zip(sequences, rows, strict=True)]
+    clear = [pair for pair in pairs if pair[0] and has_label(pair[1])]
+    of_residues = are_of_residues([sequence for sequence, _ in clear], [label for _, label in clear], asked)
+    with_label = [has_label(label, len(sequence) if of_residues else 0) for sequence, label in pairs]
+    complete = [row for row, pair, known in zip(rows, pairs, with_label, strict=True) if known and pair[0]]
+    if not complete:
+        raise UserError(f"{where}: no row has a label")
+    splits = given_splits(complete, split_column, [place_of(row, where) for row in complete])
+    kept = [row for row, split in zip(complete, splits, strict=True) if split] if splits else complete
+    if not kept:
+        raise UserError(f"{where}: no row with a label has a split")
+    known, all_rows = sum(with_label), len(rows)
+    counts = {"label": all_rows - known, "sequence": known - len(complete), "split": len(complete) - len(kept)}
+    if left_out := sum(counts.values()):
+        lacking = ", ".join(f"{count:,} without a {what}" for what, count in counts.items() if count)
+        logger.warning("%s: %s of %s rows are left out: %s", where, f"{left_out:,}", f"{all_rows:,}", lacking)
+    return kept, [split for split in splits if split] if splits else None
+
+
+def sequences_of(
+    rows: Sequence[dict[str, str]], label_column: str, fasta: str | None, where: str, id_column: str = "id"
+) -> list[str]:
+    """The normalised residues of each row: of its id in a FASTA file, else its column `sequence`; "" if it has none.
+
+    A row without a label may have any text or id. UserError for an unknown id, for text that is no protein, and for a
+    `sequence` that is not that of the id.
+    """
+    proteins, found = read_proteins(fasta) if fasta else {}, []
+    for row in rows:
+        place, text = place_of(row, where), row.get("sequence", "").strip()
+        own = normalised(text, place) if text and has_label(row[label_column], len(text)) else ""
+        if fasta:
+            name = row[id_column]
+            if name not in proteins and has_label(row[label_column]):
+                raise UserError(f"{place}: {name[:40]!r} is not in {fasta}: correct the id, or leave the row out")
+            of_id = proteins.get(name, "")
+            if own not in ("", of_id):
+                raise UserError(f"{place}: `sequence` is not that of {name[:40]!r} in --fasta: remove one of them")
+            own = of_id
+        found.append(own)
+    return found
+
+
+def check_length(sequences: Sequence[str], places: Sequence[str], longest: int) -> None:
+    """UserError for a sequence of more than `longest` residues."""
+    most, place = max(zip(map(len, sequences), places, strict=True), key=lambda pair: pair[0])
+    if most > longest:
+        raise UserError(
+            f"{place}: the longest sequence has {most:,} residues: give --max_seq_length {most + 2}, or cut what is "
+            f"longer than {longest:,}"
+        )
+
+
+def drawn_splits(groups: Sequence[str], given: list[str] | None, sizes: tuple[float, float]) -> list[str]:
+    """As given; without them, and for the validation split that they lack, by a hash (`split_of`)."""
+    if given is None:
+        return [split_of(group, sizes) for group in groups]
+    if "validation" in given:
+        return given
+    drawn = [split_of(group, (sizes[0], 0.0)) for group in groups]
+    return [one if word == "train" else word for word, one in zip(given, drawn, strict=True)]
+
+
+def check_sizes(given: list[str] | None, flags: Sequence[str], where: str) -> None:
+    """UserError for one of --validation_size and --test_size that does nothing, as the table has splits."""
+    idle = [] if given is None else ["--test_size", *(["--validation_size"] if "validation" in given else [])]
+    if named := [flag for flag in flags if flag in idle]:
+        raise UserError(f"{' and '.join(named)}: no effect, as {where} has splits: leave it out")
 
 
 def read_examples(
@@ -136,54 +251,72 @@ def read_examples(
     sizes: tuple[float, float] = (0.1, 0.2),
     longest: int = 1022,
     cluster_column: str | None = None,
+    cluster_table: str | None = None,
+    cluster: float | None = None,
+    split_column: str | None = None,
+    flags: Sequence[str] = (),
 ) -> tuple[TaskSpec, list[Example]]:
     """The task and the labelled proteins of a CSV file; sequences are in its column `sequence` or in a FASTA file.
 
-    Where there is a column `split`, it is used; rows whose field is empty are left out. Without one, and for the
-    validation split that it lacks, `split_of`. longest: residues of a sequence; cluster_column: of related proteins,
-    which one split gets whole. UserError, naming the line, for what does not fit; for a sequence or cluster on two
-    sides; for a split without labels, or with a class that is not trained on.
+    Splits as of `given_splits`; rows whose field is empty are left out. Without them, and for the validation split
+    that they lack, `split_of`. longest: residues of a sequence; cluster_column, cluster_table, cluster: as of
+    `Clustering`; flags: of --validation_size and --test_size those that the user gave. UserError, naming the row, for
+    what does not fit; for a sequence or cluster in two splits; for a split without labels, or with a class that is not
+    trained on; for one of `flags` that has no effect.
     """
-    where = f"--dataset {path}"
-    named = (label_column, "id" if fasta else "sequence", cluster_column)
-    rows = read_rows(path, where, [name for name in named if name])
+    where, clustering = f"--dataset {path}", Clustering(cluster_column, cluster_table, cluster)
+    needed = ("id",) if fasta else ("id", "sequence") if cluster_table else ("sequence",)
+    wanted = (label_column, *needed, cluster_column, split_column)
+    rows = read_rows(path, where, [name for name in wanted if name])
     rows = [{name: value.strip() for name, value in row.items()} for row in rows]
-    if fasta:
-        proteins = {name.decode(): text.decode("latin-1") for name, text in read_fasta(fasta)}
-        for row in rows:
-            if row["id"] not in proteins:
-                raise UserError(f"{where}, line {row['line']}: {row['id'][:40]!r} is not in --fasta {fasta}")
-            row["sequence"] = proteins[row["id"]]
-    rows = [row for row in rows if row["sequence"] and not is_unlabelled(row[label_column])]
-    rows = [row for row in rows if row.get("split") != ""]
-    if not rows:
-        raise UserError(f"{where}: no row has a label")
-    most = max(rows, key=lambda row: len(row["sequence"]))
-    if (residues := len(most["sequence"])) > longest:
-        raise UserError(
-            f"{where}, line {most['line']}: the longest sequence has {residues:,} residues: give --max_seq_length "
-            f"{residues + 2}, or cut what is longer than {longest:,}"
+    sequences = sequences_of(rows, label_column, fasta, where)
+    rows = [row | {"sequence": sequence} for row, sequence in zip(rows, sequences, strict=True)]
+    rows, given = usable_rows(rows, sequences, label_column, split_column, problem_type, where)
+    places, sequences = [place_of(row, where) for row in rows], [row["sequence"] for row in rows]
+    check_length(sequences, places, longest)
+    task = task_of(sequences, [row[label_column] for row in rows], problem_type, where)
+    groups = groups_of(clustering, rows, sequences, [row.get("id", "") for row in rows])
+    check_sizes(given, flags, where)
+    splits = drawn_splits(groups, given, sizes)
+    check_sides(sequences, groups, splits, places)
+    examples = [
+        Example(
+            row.get("id") or f"row {row['line']}",
+            encode(sequence),
+            target_of(task, sequence, row[label_column], place),
+            split,
+            group,
         )
-    task = task_of([row["sequence"] for row in rows], [row[label_column] for row in rows], problem_type, where)
-    given = {SHORT.get(row["split"].lower(), row["split"].lower()) for row in rows if "split" in row}
-    examples, sides = [], {}
-    for row in rows:
-        sequence, place = row["sequence"], f"{where}, line {row['line']}"
-        group = (cluster_column and row[cluster_column]) or sequence
-        split = split_of(group, sizes)
-        if "split" in row:
-            word = SHORT.get(row["split"].lower(), row["split"].lower())
-            if word not in SPLITS:
-                raise UserError(f"{place}: split is {row['split'][:40]!r}: expected {', '.join(SPLITS)}")
-            taken = "validation" not in given and split_of(group, (sizes[0], 0.0)) == "validation"
-            split = "validation" if word == "train" and taken else word
-        for key, same in ((sequence, "same sequence"), (group, f"cluster {group[:40]!r}")):
-            if sides.setdefault(key, split) != split:
-                raise UserError(f"{place}: the {same} is in the {sides[key]} split, too: put it in one")
-        target = target_of(task, sequence, row[label_column], place)
-        examples.append(Example(row.get("id") or f"line {row['line']}", encode(sequence), target, split, group))
+        for row, sequence, place, split, group in zip(rows, sequences, places, splits, groups, strict=True)
+    ]
     check_splits(task, examples, where)
     return task, examples
+
+
+def contradictions(items: Iterable[tuple[Hashable, int | None, str, Any]], where: str) -> dict[str, Any]:
+    """{"proteins": number of proteins with contradicting labels, "first": those of one}, for results.json; a log line
+    if there are any. items: (protein, residue from 1 or None, name, label) of each label."""
+    known: dict[tuple[Hashable, int | None], tuple[str, Any]] = {}
+    found: dict[Hashable, str] = {}
+    for protein, place, name, label in items:
+        first, before = known.setdefault((protein, place), (name, label))
+        if before != label and protein not in found:
+            residue = "" if place is None else f" at residue {place}"
+            found[protein] = f"{first[:40]!r} {before}, {name[:40]!r} {label}{residue}"
+    one = next(iter(found.values()), None)
+    if found:
+        logger.warning("%s: %s proteins have contradicting labels: %s", where, f"{len(found):,}", one)
+    return {"proteins": len(found), "first": one}
+
+
+def label_items(task: TaskSpec, examples: Sequence[Example]) -> Iterator[tuple[Hashable, int | None, str, Any]]:
+    """As `contradictions` takes them; the protein: its ids."""
+    for each in examples:
+        protein = each.ids.tobytes()
+        for place, target in enumerate(np.atleast_1d(each.target).tolist(), 1):
+            if target != IGNORE if task.classes else not math.isnan(target):
+                label = task.classes[target] if task.classes else target
+                yield protein, place if task.of_residues else None, each.name, label
 
 
 def check_splits(task: TaskSpec, examples: Sequence[Example], where: str) -> None:

@@ -15,13 +15,22 @@ from typing import Any
 import numpy as np
 
 from common.cli import UserError
-from common.models.esm2.alphabet import BYTE_TO_ID, UNK
-from extras.downstream.labels import UNLABELLED, held_out_number, is_number, read_rows, words_of
+from extras.downstream.labels import (
+    class_names,
+    contradictions,
+    is_absent,
+    is_regression,
+    place_of,
+    read_rows,
+    sequences_of,
+    usable_rows,
+    words_of,
+)
 from extras.downstream.metrics import percentiles, resampled, values_of
 from extras.downstream.results import named_tables
+from extras.downstream.splits import check_sides, split_of
 from extras.inference.encoder import Encoder, EncoderFlags, embed
 from extras.inference.mutations import RESIDUES
-from extras.sources.records import check_residues
 
 logger = logging.getLogger(__name__)
 PARTS = ("probe", "baseline", "difference")  # of results
@@ -32,13 +41,12 @@ FOLDS = 3
 LEAST = 10  # labels to train on, and to evaluate on
 TEST_SHARE = 0.2  # where no split is given
 NEIGHBOURS = 2  # residues on each side, in the baseline of a residue
-SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A protein with its label, or those of its residues. group: held out whole; split: of `SPLITS`, None if not
-    given; where: for errors."""
+    """A protein with its label, or those of its residues. group: held out whole; split: None if not given; where: for
+    errors."""
 
     name: str
     sequence: str
@@ -61,10 +69,6 @@ class Examples:
     validation: np.ndarray
 
 
-def has_label(text: str) -> bool:
-    return text.strip().lower() not in UNLABELLED
-
-
 def examples_of(
     rows: Sequence[Labelled], embedded: Sequence[np.ndarray | None], probe: str | None, where: str
 ) -> tuple[Examples, list[dict[str, Any]]]:
@@ -82,10 +86,14 @@ def examples_of(
             words = words_of(row.label)
             if len(words) != len(row.sequence):
                 raise UserError(f"{row.where}: {len(words)} labels for {len(row.sequence)} residues")
+            if len(embedding) != len(words):
+                raise UserError(
+                    f"{row.where}: {len(embedding)} embeddings for {len(words)} residues: run embed.py again"
+                )
             places = range(len(words))
             pieces = list(zip(embedding, neighbourhood(row.sequence), words, places, strict=True))
         for vector, plain, text, place in pieces:
-            if has_label(text):
+            if not is_absent(text):
                 features.append(vector)
                 baseline.append(plain)
                 texts.append(text)
@@ -96,8 +104,6 @@ def examples_of(
         raise UserError(f"{where}: no row has a label")
     labels, clusters, sides = labels_of(texts, probe, where), np.array(groups), np.array(splits)
     test, validation = sides == "test", sides == "validation"
-    if shared := sorted(set(clusters[test]) & set(clusters[~test])):
-        raise UserError(f"{where}: the protein or cluster {shared[0][:40]!r} is on both sides of the split")
     examples = Examples(np.stack(features), np.stack(baseline), labels, clusters, test, validation)
     check(examples, where)
     return examples, about
@@ -105,32 +111,28 @@ def examples_of(
 
 def labels_of(texts: Sequence[str], probe: str | None, where: str = "labels") -> np.ndarray:
     """Floats if the probe is a regression, or unset and all are numbers; else the texts. UserError if they are not."""
-    if probe == "logistic":
-        return np.array(texts)
-    strange = [text for text in texts if not is_number(text)]
-    if strange and (probe or 2 * len(strange) < len(texts)):
-        raise UserError(f"{where}: {strange[0][:40]!r} is not a number: correct it; or, for classes, --probe logistic")
-    if strange:
-        return np.array(texts)
-    is_yes_or_no = set(texts) <= {"0", "1"}
-    return np.array(texts if probe is None and is_yes_or_no else [float(text) for text in texts])
+    asked = None if probe is None else probe != "logistic"
+    if is_regression(texts, asked, where, "--probe logistic"):
+        return np.array([float(text) for text in texts])
+    names = class_names(texts)
+    return np.array([names[text] for text in texts])
 
 
 def is_held_out(key: str) -> bool:
     """Whether a protein or cluster is, where no split is given."""
-    return held_out_number(key) < TEST_SHARE
+    return split_of(key, (0.0, TEST_SHARE)) == "test"
 
 
 def composition(sequence: str) -> np.ndarray:
     """Frequencies of the 20 residues and the logarithm of the length, float64 [21]."""
-    counts = [sequence.upper().count(residue) for residue in RESIDUES]
+    counts = [sequence.count(residue) for residue in RESIDUES]
     return np.array([*(count / len(sequence) for count in counts), np.log(len(sequence))])
 
 
 def neighbourhood(sequence: str) -> np.ndarray:
     """Each residue and its neighbours, one-hot: float64 [L, 5 x 20]."""
     around = np.zeros((len(sequence) + 2 * NEIGHBOURS, len(RESIDUES)))
-    for place, letter in enumerate(sequence.upper()):
+    for place, letter in enumerate(sequence):
         if (number := RESIDUES.find(letter)) >= 0:
             around[place + NEIGHBOURS, number] = 1
     return np.concatenate([around[n : n + len(sequence)] for n in range(2 * NEIGHBOURS + 1)], axis=1)
@@ -225,7 +227,8 @@ class ProbeEvaluation:
         self.baselines: dict[str, dict[str, float]] = {}
         for stem, path in named_tables("--eval_probe", paths).items():
             rows = read_sequences(str(path), f"--eval_probe {path}")
-            examples, _ = examples_of(rows, [None] * len(rows), None, f"--eval_probe {path}")
+            examples, about = examples_of(rows, [None] * len(rows), None, f"--eval_probe {path}")
+            contradicting(rows, examples, about, f"--eval_probe {path}")
             self.tables[stem] = [(row.name, row.sequence.encode()) for row in rows], examples
             test = int(examples.test.sum())
             counts = f"{len(rows) - test:,}", f"{test:,}"
@@ -251,24 +254,44 @@ class ProbeEvaluation:
 
 
 def read_sequences(path: str, where: str) -> list[Labelled]:
-    """The labelled rows of a table with the columns sequence and label, and possibly split. UserError names the first
+    """The labelled rows of a table with the columns sequence and label, and possibly splits. UserError names the first
     row that cannot be used."""
-    found = []
-    for row in read_rows(path, where, ("sequence", "label")):
-        here, sequence = f"{where}, row {row['line']}", row["sequence"].strip()
-        if not has_label(row["label"]):
-            continue
-        if not sequence or not sequence.isascii():
-            raise UserError(f"{here}: {sequence[:40]!r} is not a protein's sequence")
-        unknown = int((BYTE_TO_ID[np.frombuffer(sequence.encode(), np.uint8)] == UNK).sum())
-        check_residues(here, unknown, len(sequence))
-        split = split_of(row["split"], here) if "split" in row else None
-        found.append(Labelled(f"row {row['line']}", sequence, row["label"], sequence.upper(), split, here))
-    return found
+    rows = read_rows(path, where, ("sequence", "label"))
+    sequences = sequences_of(rows, "label", None, where)
+    rows = [row | {"sequence": sequence} for row, sequence in zip(rows, sequences, strict=True)]
+    rows, splits = usable_rows(rows, sequences, "label", None, None, where)
+    names = [f"row {row['line']}" for row in rows]
+    sequences = [row["sequence"] for row in rows]
+    return labelled(rows, names, sequences, sequences, splits, "label", where)
 
 
-def split_of(word: str, where: str) -> str:
-    """UserError for anything but the names in `SPLITS`."""
-    if (name := word.strip().lower()) not in SPLITS:
-        raise UserError(f"{where}: the split is {word[:40]!r}: expected train, validation or test")
-    return SPLITS[name]
+def labelled(
+    rows: Sequence[dict[str, str]],
+    names: Sequence[str],
+    sequences: Sequence[str],
+    groups: Sequence[str],
+    splits: Sequence[str] | None,
+    label_column: str,
+    where: str,
+) -> list[Labelled]:
+    """The proteins of a table's rows. UserError for equal proteins or a group in two splits."""
+    places = [place_of(row, where) for row in rows]
+    if splits:
+        check_sides(sequences, groups, splits, places)
+    texts = [row[label_column].strip() for row in rows]
+    columns = (names, sequences, texts, groups, splits or [None] * len(rows), places)
+    return [Labelled(*each) for each in zip(*columns, strict=True)]
+
+
+def contradicting(
+    rows: Sequence[Labelled], examples: Examples, about: Sequence[dict[str, Any]], where: str
+) -> dict[str, Any]:
+    """As `contradictions`. about: of the examples, as of `examples_of`."""
+    residues = {row.name: row.sequence for row in rows}
+    return contradictions(
+        (
+            (residues[each["id"]], each.get("position"), each["id"], label)
+            for each, label in zip(about, examples.labels.tolist(), strict=True)
+        ),
+        where,
+    )

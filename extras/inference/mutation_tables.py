@@ -14,8 +14,14 @@ from extras.inference.mutations import Variant, compare, parse_variant, quoted
 MUTANT, PROTEIN = "mutant", "protein"
 # ProteinGym's, besides `mutant`.
 SEQUENCE, MEASURED = "mutated_sequence", "DMS_score"
-NOT_MEASURED = ("", "nan", "na", "n/a", "none", "null")
+# R's and pandas's words for a missing value, in lower case.
+MISSING = ("", "na", "n/a", "nan", "-nan", "none", "null", "<na>", "#n/a", "#na", "#n/a n/a")
 LONGEST_LINE = 1 << 20  # characters
+
+
+def is_missing(cell: str) -> bool:
+    """Whether a field of a table has no value."""
+    return cell.strip().lower() in MISSING
 
 
 class Columns(NamedTuple):
@@ -107,7 +113,7 @@ def measured_of(column: str, rows: Sequence[dict[str, str]], path: str | Path) -
     for line, row in enumerate(rows, 2):
         cell = row[column].strip()
         try:
-            value = math.nan if cell.lower() in NOT_MEASURED else float(cell)
+            value = math.nan if is_missing(cell) else float(cell)
         except ValueError:
             value = math.inf
         if math.isinf(value):

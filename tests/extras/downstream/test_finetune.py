@@ -21,7 +21,8 @@ from common.cli import UserError
 from common.models.esm2.convert import ADAPTER
 from common.training.checkpoint_files import MANIFEST
 from extras.downstream.finetuning import FineTuning
-from extras.downstream.labels import IGNORE, read_examples, split_of, task_of
+from extras.downstream.labels import IGNORE, read_examples, task_of
+from extras.downstream.splits import split_of
 from tests.data_fixtures import call, load_script
 from tests.forked import Script, run_script
 from tests.patience import wait_until
@@ -303,7 +304,7 @@ def test_examples_keep_clusters_whole_and_equal_sequences_in_one_group(tmp_path)
     assert examples[0].group == examples[-2].group == "MKAM"
     mixed = [(*row, ("train", "validation", "test")[n % 3]) for n, row in enumerate(rows)]
     path = write(tmp_path / "b.csv", mixed, ("sequence", "label", "of", "split"))
-    with pytest.raises(UserError, match="line 3: the cluster 'c0' is in the train split, too"):
+    with pytest.raises(UserError, match="row 3: the cluster 'c0' is in the train split, too"):
         read_examples(str(path), cluster_column="of")
 
 
@@ -316,16 +317,16 @@ ROWS = [("MKA", "a", "train"), ("MKC", "b", "train"), ("MKD", "a", "validation")
         ([*ROWS, ("MKF", "c", "test")], "the class 'c' of the test split is not in train"),
         (
             [("MKAY", "HHC", "train"), ("MKAC", "HHCC", "train"), ("MKAD", "HHCC", "test")],
-            "line 2: 3 labels for 4 residues",
+            "row 2: 3 labels for 4 residues",
         ),
-        ([*ROWS, ("MKA", "a", "test")], "line 6: the same sequence is in the train split, too"),
-        ([*ROWS, ("MKF", "a", "hold")], "line 6: split is 'hold'"),
+        ([*ROWS, ("MKA", "a", "test")], "row 6: the same sequence is in the train split, too"),
+        ([*ROWS, ("MKF", "a", "hold")], "row 6: the split is 'hold'"),
         (ROWS[:3], "no protein of the test split"),
         ([("MKA", "", "train")], "no row has a label"),
         ([(s, "a", split) for s, _, split in ROWS], "one class alone, 'a'"),
         (
             [*ROWS, ("M" * 1500, "a", "train"), ("M" * 2000, "a", "train")],
-            "line 7: the longest sequence has 2,000 residues: give --max_seq_length 2002, or cut",
+            "row 7: the longest sequence has 2,000 residues: give --max_seq_length 2002, or cut",
         ),
     ],
 )

@@ -191,7 +191,7 @@ def test_probe_holds_out_whole_clusters(embedded, fasta, proteins, stock, tmp_pa
     assert {name for name, family in families.items() if family in inside} == held_out
     mixed = [(name, y, ("train", "test")[number % 2]) for number, (name, y) in enumerate(pairs)]
     write_labels(labels, ["id", "label", "split"], mixed)
-    with pytest.raises(UserError, match="is on both sides of the split"):
+    with pytest.raises(UserError, match="row 3: the cluster .* is in the train split, too"):
         probe(embedded["mean"], fasta, labels, tmp_path / "mixed", "--cluster_table", table)
     assert not (tmp_path / "mixed").exists()
 
