@@ -30,7 +30,6 @@ from common.files.json_files import content_hash, read_json, replace_directory, 
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import dropout_of, local_directory, model_hash
 from common.models.registry import NO_STOCK, encoder_family
-from common.training.software import software
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.groups import Clustering
 from extras.downstream.labels import TASKS, Example, TaskSpec, contradictions, label_items, read_examples
@@ -38,8 +37,8 @@ from extras.downstream.metrics import about_intervals, shown, with_intervals
 from extras.downstream.outputs import Manifest, Output, claimed, writing
 from extras.downstream.results import RESULTS
 from extras.downstream.splits import SPLITS
+from extras.downstream.tuned_card import card_of
 from extras.export import final_model_of, is_checkpoint
-from extras.model_card import rows as table_rows
 
 logger = logging.getLogger(__name__)
 RESAMPLES = 200  # of the held-out proteins, for the intervals
@@ -189,7 +188,11 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
         wrapped: Any = get_peft_model(model, lora)
     except ValueError as error:
         raise UserError(f"--target_modules {args.target_modules}: {one_line(error)[:160]}") from error
-    wrapped.active_peft_config.base_model_name_or_path = name  # not its place in the Hub's cache
+    config = wrapped.active_peft_config
+    config.base_model_name_or_path = name  # not its place in the Hub's cache
+    # Sets, whose order in adapter_config.json would differ from process to process.
+    config.target_modules, config.modules_to_save = sorted(config.target_modules), sorted(config.modules_to_save)
+    model.config.architectures = [type(model).__name__]  # as `save_pretrained` of a whole model sets it
     return wrapped
 
 
@@ -226,36 +229,18 @@ def evaluate(tuning: FineTuning, split: str) -> tuple[dict[str, Any], list[tuple
     return {"loss": loss, **{n: v for n, v in found.items() if v[0] is not None}, "baseline": values}, rows
 
 
-def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
-    """The model card. It contains no paths and no names of the user's."""
-    family = encoder_family(str(args.model_name_or_path))
-    library, kind = ("transformers", family.stock) if args.full else ("peft", "AutoPeftModel")
-    kind += "ForTokenClassification" if task.of_residues else "ForSequenceClassification"
-    more = "" if args.full else f", num_labels={len(task.classes) or 1}"
-    counts = {f"{name} proteins": f"{count:,}" for name, count in results["counts"].items()}
-    metrics = {name: shown(value) for name, value in results["test"].items() if isinstance(value, list)}
-    intervals = results["intervals"]
-    over = about_intervals(intervals["over"], {"held-out": intervals["test"]})
-    what = "all weights trained" if args.full else f"LoRA of rank {args.value('lora_r')}"
-    lines = ["---", f"library_name: {library}", "license: unknown", "tags:", "- protein", "- esm", "---", ""]
-    lines += [f"# {family.title}, fine-tuned: {task.name.replace('_', ' ')}, {what}", ""]
-    lines += ["```python", f"from {library} import {kind}", "from transformers import AutoTokenizer", ""]
-    lines += [f'model = {kind}.from_pretrained("DIRECTORY"{more})  # of this file']
-    lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```", ""]
-    lines += [*table_rows(counts | {"best epoch": f"{results['best_epoch']}", "software": software()}, ("", "")), ""]
-    lines += ["## Results", "", *table_rows(metrics, (f"test split; {over}", "")), ""]
-    lines += ["## Licence", "", "To be filled in: the `license` above, and what the training data allow."]
-    return "\n".join(lines) + "\n"
-
-
 def write(tuning: FineTuning, args: Arguments, output: Output, results: dict[str, Any], rows: list[tuple]) -> None:
     """The model, the predictions and the results, then the manifest, which says that all is there."""
     directory, model = output.directory, tuning.model
+    family = encoder_family(str(args.model_name_or_path))
     with replace_directory(directory / MODEL) as partial:
         # peft would ask the Hub whether the vocabulary has grown.
         model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
-        encoder_family(str(args.model_name_or_path)).adapter.write_tokenizer(partial)
-        (partial / "README.md").write_text(card_of(args, tuning.task, results))
+        if not args.full:
+            model.config.save_pretrained(partial)  # the classes' names, which an adapter's own files lack
+        family.adapter.write_tokenizer(partial)
+        lora_r = None if args.full else args.value("lora_r")
+        (partial / "README.md").write_text(card_of(family, tuning.task, results, lora_r), encoding="utf-8")
     with replace_flushed(directory / PREDICTIONS) as path, path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("protein", "residue", "label", "prediction"), *rows])
     write_json(directory / RESULTS, results)

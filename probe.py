@@ -41,6 +41,7 @@ from extras.downstream.results import RESULTS, to_open
 from extras.export import exported
 from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 from extras.inference.encoder import part_path
+from extras.sources.proteins import proteins_of
 
 logger = logging.getLogger(__name__)
 POSITION = "position"  # column
@@ -169,7 +170,7 @@ def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
                 found[name] = (
                     values.flatten().to_numpy().reshape(len(values), -1) if per_residue else values.to_numpy()
                 )
-    proteins = sum(1 for _ in read_fasta(str(args.fasta)))
+    proteins = sum(1 for _ in proteins_of(str(args.fasta)))
     if rows != proteins or found.keys() != ids:
         raise UserError(
             f"--embeddings {args.embeddings}: of {rows:,} proteins, --fasta {args.fasta} has {proteins:,}: the "

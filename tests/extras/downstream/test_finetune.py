@@ -14,8 +14,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, EsmForTokenClassification, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoTokenizer, EsmForTokenClassification, Trainer, TrainingArguments
 
 from common.cli import UserError
 from common.models.esm2.convert import ADAPTER
@@ -155,6 +156,27 @@ def test_adapter_opens_in_peft_with_our_predictions(untrained, table, tmp_path):
         "base_model.model.classifier.weight",
         "base_model.model.esm.encoder.layer.0.attention.self.query.lora_A.weight",
     }
+
+
+def test_adapter_has_the_names_of_its_classes_and_lists_in_one_order(untrained, table, tmp_path):
+    from peft import AutoPeftModelForTokenClassification
+
+    modules = "value,query,dense,key"
+    call(FINETUNE, *flags_of(untrained, table["letters"], tmp_path, num_train_epochs=1, target_modules=modules))
+    made = tmp_path / "model"
+    names = AutoConfig.from_pretrained(made)
+    assert (names.id2label, names.label2id) == ({0: "C", 1: "H"}, {"C": 0, "H": 1})
+    model = AutoPeftModelForTokenClassification.from_pretrained(made, id2label=names.id2label, label2id=names.label2id)
+    assert model.config.id2label == {0: "C", 1: "H"}
+    with safe_open(made / "adapter_model.safetensors", "pt") as file:
+        assert torch.equal(
+            model.state_dict()["base_model.model.classifier.modules_to_save.default.bias"],
+            file.get_tensor("base_model.model.classifier.bias"),
+        )
+    assert '"1": "H"' in (made / "README.md").read_text()
+    adapter = json.loads((made / "adapter_config.json").read_text())
+    assert adapter["target_modules"] == ["dense", "key", "query", "value"]
+    assert adapter["modules_to_save"] == ["classifier", "score"]
 
 
 def test_bf16_losses_are_close_to_those_of_fp32(untrained, table):
