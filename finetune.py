@@ -226,7 +226,7 @@ def evaluate(tuning: FineTuning, split: str) -> tuple[dict[str, Any], list[tuple
     found = with_intervals(labels, guesses, two, np.array(groups), RESAMPLES)
     baseline = with_intervals(labels, np.full(len(rows), plain), None, np.array(groups), 0)
     values = {name: value for name, (value, _, _) in baseline.items() if value is not None}
-    return {"loss": loss, **{n: v for n, v in found.items() if v[0] is not None}, "baseline": values}, rows
+    return {"loss": loss, **found, "baseline": values}, rows
 
 
 def write(tuning: FineTuning, args: Arguments, output: Output, results: dict[str, Any], rows: list[tuple]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from common.cli import UserError
 from common.models.esm2.alphabet import encode
 from extras.downstream.groups import Clustering, groups_of
+from extras.downstream.metrics import log_undefined
 from extras.downstream.splits import SPLITS, check_sides, given_splits, split_of
 from extras.inference.mutation_tables import is_missing
 from extras.inference.mutation_tables import read_rows as read_table
@@ -320,14 +321,18 @@ def label_items(task: TaskSpec, examples: Sequence[Example]) -> Iterator[tuple[H
 
 
 def check_splits(task: TaskSpec, examples: Sequence[Example], where: str) -> None:
-    labels = {name: [e.labelled() for e in examples if e.split == name] for name in SPLITS}
-    for name, found in labels.items():
-        if not found:
+    """UserError for a split without labels, for labels that train does not have, and for a single one in train."""
+    labels, groups = {}, {}
+    for name in SPLITS:
+        of_split = [each for each in examples if each.split == name]
+        if not of_split:
             raise UserError(f"{where}: no protein of the {name} split: give more, or change the sizes of the splits")
-    if task.classes:
-        trained = set(np.concatenate(labels["train"]).tolist())
-        for name in SPLITS[1:]:
-            if new := sorted(set(np.concatenate(labels[name]).tolist()) - trained):
-                raise UserError(
-                    f"{where}: the class {task.classes[new[0]][:40]!r} of the {name} split is not in train"
-                )
+        values = set(np.concatenate([each.labelled() for each in of_split]).tolist())
+        labels[name] = {task.classes[value] for value in values} if task.classes else values
+        groups[name] = len({each.group for each in of_split})
+    if len(labels["train"]) < 2:
+        raise UserError(f"{where}: all labels of the train split are {min(labels['train'])!r:.40}: nothing to learn")
+    for name in SPLITS[1:]:
+        if task.classes and (new := sorted(labels[name] - labels["train"])):
+            raise UserError(f"{where}: the class {new[0][:40]!r} of the {name} split is not in train")
+        log_undefined(where, name, labels[name], groups[name])

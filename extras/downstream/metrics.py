@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 
+logger = logging.getLogger(__name__)
 RESAMPLES = 1000
 LEAST_GROUPS = 5  # of an interval: 4 have 35 different resamples, less than the 40 that a tail of 2.5 % needs
 
@@ -116,6 +118,19 @@ def with_intervals(
     of `values_of`; groups: [N], a protein or a cluster."""
     drawn = resampled(labels, predictions, scores, groups, resamples)
     return percentiles(values_of(labels, predictions, scores), drawn)
+
+
+def log_undefined(where: str, split: str, labels: set[str] | set[float], groups: int) -> None:
+    """Log lines for a split of a single group, and for one whose labels are all the same.
+
+    labels: the different ones of the split; groups: its proteins or clusters.
+    """
+    if groups == 1:
+        logger.warning("%s: one protein or cluster in the %s split: its metrics say nothing of others", where, split)
+    if len(labels) == 1:
+        label = next(iter(labels))
+        what = "auroc is" if isinstance(label, str) else "spearman, pearson and r2 are"
+        logger.warning("%s: all labels of the %s split are %.40s: %s not defined", where, split, label, what)
 
 
 def shown(part: Sequence[float | None] | None) -> str:

@@ -26,7 +26,7 @@ from extras.downstream.labels import (
     usable_rows,
     words_of,
 )
-from extras.downstream.metrics import percentiles, resampled, values_of
+from extras.downstream.metrics import log_undefined, percentiles, resampled, values_of
 from extras.downstream.results import named_tables
 from extras.downstream.splits import check_sides, split_of
 from extras.inference.encoder import Encoder, EncoderFlags, embed
@@ -139,7 +139,7 @@ def neighbourhood(sequence: str) -> np.ndarray:
 
 
 def check(examples: Examples, where: str) -> None:
-    """UserError for too few labels, and for a class that only the held-out part has, or a single one."""
+    """UserError for too few labels, a class that only the held-out part has, and a single label to train on."""
     train, test = examples.labels[~examples.test], examples.labels[examples.test]
     for part, name in ((train, "training"), (test, "held-out")):
         if len(part) < LEAST:
@@ -147,11 +147,12 @@ def check(examples: Examples, where: str) -> None:
                 f"{where}: {len(part)} labels in the {name} part: each needs {LEAST} or more: add some, or give a "
                 "split"
             )
-    if examples.labels.dtype.kind == "U":
-        if len(set(train)) < 2:
-            raise UserError(f"{where}: one class alone in the training part, {str(train[0])[:40]!r}")
-        if unknown := sorted(set(test) - set(train)):
-            raise UserError(f"{where}: the class {str(unknown[0])[:40]!r} is in the held-out part alone")
+    trained, held_out = set(train.tolist()), set(test.tolist())
+    if len(trained) < 2:
+        raise UserError(f"{where}: all labels of the training part are {train[0].item()!r:.40}: nothing to learn")
+    if examples.labels.dtype.kind == "U" and (unknown := sorted(held_out - trained)):
+        raise UserError(f"{where}: the class {unknown[0][:40]!r} is in the held-out part alone")
+    log_undefined(where, "test", held_out, len(set(examples.groups[examples.test].tolist())))
 
 
 def fitted(features: np.ndarray, labels: np.ndarray, groups: np.ndarray, validation: np.ndarray, probe: str) -> Any:

@@ -285,7 +285,7 @@ NAMES = ["id", "label"]
             [*NAMES, "split"],
             [(name, ("b" if n > 50 else "a"), ("test" if n > 40 else "train")) for n, (name, _) in enumerate(ROWS)],
             (),
-            "one class alone in the training part, 'a'",
+            "all labels of the training part are 'a': nothing to learn",
         ),
         (
             [*NAMES, "split"],
