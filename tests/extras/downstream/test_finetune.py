@@ -25,6 +25,7 @@ from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import IGNORE, read_examples, task_of
 from extras.downstream.splits import split_of
 from tests.data_fixtures import call, load_script
+from tests.extras.downstream.tables import write_table
 from tests.forked import Script, run_script
 from tests.patience import wait_until
 
@@ -55,14 +56,10 @@ def table(tmp_path_factory):
     ]
     directory, found = tmp_path_factory.mktemp("labels"), {}
     for kind in ("protein", "letters", "numbers"):
-        found[kind] = write(directory / f"{kind}.csv", [(s, label_of(s, kind)) for s in sequences])
+        found[kind] = write_table(
+            directory / f"{kind}.csv", ("sequence", "label"), [(s, label_of(s, kind)) for s in sequences]
+        )
     return found
-
-
-def write(path, rows, head=("sequence", "label")):
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([head, *rows])
-    return path
 
 
 def flags_of(model, table, out, **flags):
@@ -296,10 +293,10 @@ def test_task_follows_from_the_labels(labels, asked, task, classes):
 def test_examples_honour_splits_and_absent_labels(tmp_path):
     sequences = [f"MK{a}{b}" for a in "ACDEFGHIKL" for b in "MNPQRSTVWY"]
     rows = [(s, "HC.C", "test" if n % 3 == 0 else "train") for n, s in enumerate(sequences)]
-    path = write(
+    path = write_table(
         tmp_path / "a.csv",
-        [*rows, ("MKAA", "", "train"), ("MKAA", "...", "train"), ("MKAA", "HHHH", "")],
         ("sequence", "label", "split"),
+        [*rows, ("MKAA", "", "train"), ("MKAA", "...", "train"), ("MKAA", "HHHH", "")],
     )
     task, examples = read_examples(str(path), sizes=(0.3, 0.0))
     counts = {name: sum(e.split == name for e in examples) for name in ("train", "validation", "test")}
@@ -309,7 +306,7 @@ def test_examples_honour_splits_and_absent_labels(tmp_path):
     assert examples[0].target.tolist() == [1, 0, IGNORE, 0]
     assert examples[0].labelled().tolist() == [1, 0, 0]
     (tmp_path / "a.fasta").write_text("".join(f">p{n}\n{s}\n" for n, s in enumerate(sequences)))
-    path = write(tmp_path / "b.csv", [(f"p{n}", n / 7) for n in range(100)], ("id", "label"))
+    path = write_table(tmp_path / "b.csv", ("id", "label"), [(f"p{n}", n / 7) for n in range(100)])
     _, examples = read_examples(str(path), str(tmp_path / "a.fasta"))
     assert [(e.name, e.split) for e in examples] == [
         (f"p{n}", split_of(s, (0.1, 0.2))) for n, s in enumerate(sequences)
@@ -318,14 +315,16 @@ def test_examples_honour_splits_and_absent_labels(tmp_path):
 
 def test_examples_keep_clusters_whole_and_equal_sequences_in_one_group(tmp_path):
     rows = [(f"MK{a}{b}", f"{n % 7}.5", f"c{n // 4}") for n, (a, b) in enumerate(product("ACDEFGHIKL", "MNPQRSTVWY"))]
-    path = write(tmp_path / "a.csv", [*rows, ("MKAM", "9.5", "c0"), ("MKYY", "1.5", "")], ("sequence", "label", "of"))
+    path = write_table(
+        tmp_path / "a.csv", ("sequence", "label", "of"), [*rows, ("MKAM", "9.5", "c0"), ("MKYY", "1.5", "")]
+    )
     _, examples = read_examples(str(path), sizes=(0.2, 0.2), cluster_column="of")
     assert [e.group for e in examples] == [*(cluster for *_, cluster in rows), "c0", "MKYY"]
     assert [e.split for e in examples] == [split_of(e.group, (0.2, 0.2)) for e in examples]
     _, examples = read_examples(str(path), sizes=(0.2, 0.2))
     assert examples[0].group == examples[-2].group == "MKAM"
     mixed = [(*row, ("train", "validation", "test")[n % 3]) for n, row in enumerate(rows)]
-    path = write(tmp_path / "b.csv", mixed, ("sequence", "label", "of", "split"))
+    path = write_table(tmp_path / "b.csv", ("sequence", "label", "of", "split"), mixed)
     with pytest.raises(UserError, match="row 3: the cluster 'c0' is in the train split, too"):
         read_examples(str(path), cluster_column="of")
 
@@ -354,7 +353,7 @@ ROWS = [("MKA", "a", "train"), ("MKC", "b", "train"), ("MKD", "a", "validation")
 )
 def test_examples_refuse_labels_that_do_not_fit(tmp_path, rows, said):
     with pytest.raises(UserError, match=said):
-        read_examples(str(write(tmp_path / "a.csv", rows, ("sequence", "label", "split"))))
+        read_examples(str(write_table(tmp_path / "a.csv", ("sequence", "label", "split"), rows)))
 
 
 def test_script_refuses_in_a_line(untrained, table, tmp_path, monkeypatch):
@@ -365,6 +364,9 @@ def test_script_refuses_in_a_line(untrained, table, tmp_path, monkeypatch):
         return str(error.value)
 
     assert "target_modules nothing: " in refused(target_modules="nothing").replace("--", "")
+    assert "--lora_r and --lora_alpha: no effect, as --full" in refused(full=True, lora_r=8, lora_alpha=16)
+    assert "--target_modules: no effect, as --full" in refused(full=True, target_modules="query")
+    assert "--cluster_column and --cluster: give one" in refused(cluster_column="of", cluster=0.5)
     assert "no column 'tm', only 'sequence', 'label'" in refused(label_column="tm")
     assert "--validation_size and --test_size leave nothing" in refused(test_size=0.95)
     checkpoint = tmp_path / "run" / "checkpoint-3"

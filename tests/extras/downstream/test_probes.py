@@ -23,6 +23,7 @@ from extras.downstream.metrics import LEAST_GROUPS, values_of, with_intervals
 from extras.downstream.probes import ALPHAS, FOLDS, STRENGTHS, Examples, evaluate, is_held_out, labels_of
 from tests.data_fixtures import call, load_script, write_fasta
 from tests.data_fixtures import proteins as random_proteins
+from tests.extras.downstream.tables import write_table
 from tests.extras.inference.embed_fixtures import call_embed, make_model
 from tests.training_fixtures import rows, train
 
@@ -63,14 +64,6 @@ def stock(model, proteins) -> list[np.ndarray]:
         ]
 
 
-def write_labels(path: Path, names: list[str], table: list[tuple]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows(table)
-    return path
-
-
 def probe(embeddings: Path, fasta: Path, labels: Path, out: Path, *flags) -> tuple[dict, list[dict[str, str]]]:
     call(PROBE, *("--embeddings", embeddings, "--fasta", fasta, "--labels", labels, "--output_dir", out), *flags)
     with (out / "predictions.csv").open() as file:
@@ -89,7 +82,7 @@ def planted(stock: list[np.ndarray]) -> np.ndarray:
 def test_probe_equals_scikit_learn_on_transformers_features(embedded, fasta, proteins, stock, tmp_path):
     numbers = planted(stock)
     table = [(name, repr(float(y))) for (name, _), y in zip(proteins, numbers, strict=True)]
-    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+    labels = write_table(tmp_path / "labels.csv", ["id", "label"], table)
     results, found = probe(embedded["mean"], fasta, labels, tmp_path / "out")
     features = np.stack([each.mean(0) for each in stock])
     test = np.array([is_held_out(text) for _, text in proteins])
@@ -121,7 +114,7 @@ def test_probe_equals_scikit_learn_on_transformers_features(embedded, fasta, pro
 def test_probe_finds_no_shuffled_labels(embedded, fasta, proteins, stock, tmp_path):
     shuffled = np.random.default_rng(3).permutation(planted(stock))
     table = [(name, float(y)) for (name, _), y in zip(proteins, shuffled, strict=True)]
-    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+    labels = write_table(tmp_path / "labels.csv", ["id", "label"], table)
     _, low, _ = probe(embedded["mean"], fasta, labels, tmp_path / "out")[0]["probe"]["spearman"]
     assert low < 0.2
 
@@ -139,8 +132,8 @@ def test_probe_of_residues_equals_scikit_learn_in_either_form(embedded, fasta, p
             features.append(states[place])
             classes.append(letters[place])
             held_out.append((split == "test", text))
-    first = write_labels(tmp_path / "wide.csv", ["id", "label", "split"], wide)
-    second = write_labels(tmp_path / "long.csv", ["id", "position", "label", "split"], long)
+    first = write_table(tmp_path / "wide.csv", ["id", "label", "split"], wide)
+    second = write_table(tmp_path / "long.csv", ["id", "position", "label", "split"], long)
     results, found = probe(embedded["residues"], fasta, first, tmp_path / "out")
     again, same = probe(embedded["residues"], fasta, second, tmp_path / "again")
     assert results["intervals"] == {"over": "proteins", "test": 6}
@@ -162,7 +155,7 @@ def test_probe_chooses_its_regularisation_on_the_validation_split(embedded, fast
     numbers = planted(stock) + np.random.default_rng(1).normal(size=COUNT)
     splits = [("train", "train", "valid", "test")[n % 4] for n in range(COUNT)]
     table = [(name, float(y), s) for (name, _), y, s in zip(proteins, numbers, splits, strict=True)]
-    labels = write_labels(tmp_path / "labels.csv", ["id", "label", "split"], table)
+    labels = write_table(tmp_path / "labels.csv", ["id", "label", "split"], table)
     _, found = probe(embedded["mean"], fasta, labels, tmp_path / "out")
     features, side = np.stack([each.mean(0) for each in stock]), np.array(splits)
     known = side != "test"
@@ -182,7 +175,7 @@ def test_probe_holds_out_whole_clusters(embedded, fasta, proteins, stock, tmp_pa
     table.write_text("ur50_id\tur90_id\n" + "".join(f"{family}\t{name}\n" for name, family in families.items()))
     numbers = planted(stock)
     pairs = [(name, float(y)) for (name, _), y in zip(proteins, numbers, strict=True)]
-    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], pairs)
+    labels = write_table(tmp_path / "labels.csv", ["id", "label"], pairs)
     results, found = probe(embedded["mean"], fasta, labels, tmp_path / "out", "--cluster_table", table)
     held_out = {row["id"] for row in found}
     inside = {families[name] for name in held_out}
@@ -190,7 +183,7 @@ def test_probe_holds_out_whole_clusters(embedded, fasta, proteins, stock, tmp_pa
     assert 0 < len(held_out) < COUNT
     assert {name for name, family in families.items() if family in inside} == held_out
     mixed = [(name, y, ("train", "test")[number % 2]) for number, (name, y) in enumerate(pairs)]
-    write_labels(labels, ["id", "label", "split"], mixed)
+    write_table(labels, ["id", "label", "split"], mixed)
     with pytest.raises(UserError, match="row 3: the cluster .* is in the train split, too"):
         probe(embedded["mean"], fasta, labels, tmp_path / "mixed", "--cluster_table", table)
     assert not (tmp_path / "mixed").exists()
@@ -209,7 +202,7 @@ def test_probe_clusters_by_mmseqs(model, tmp_path):
     fasta = write_fasta(tmp_path / "my.fasta", members)
     call_embed(model, fasta, tmp_path / "embedded")
     table = [(name, float(n)) for n, (name, _) in enumerate(members)]
-    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+    labels = write_table(tmp_path / "labels.csv", ["id", "label"], table)
     _, found = probe(tmp_path / "embedded", fasta, labels, tmp_path / "out", "--cluster", 0.5)
     held_out = [row["id"].split("_")[0] for row in found]
     assert held_out
@@ -300,7 +293,7 @@ NAMES = ["id", "label"]
     ],
 )
 def test_probe_refuses_in_a_line(embedded, fasta, tmp_path, names, table, flags, said):
-    labels = write_labels(tmp_path / "labels.csv", names, table)
+    labels = write_table(tmp_path / "labels.csv", names, table)
     with pytest.raises(UserError) as error:
         probe(embedded["mean"], fasta, labels, tmp_path / "out", *flags)
     assert said in str(error.value)
@@ -317,7 +310,7 @@ def test_probe_refuses_in_a_line(embedded, fasta, tmp_path, names, table, flags,
     ],
 )
 def test_probe_refuses_labels_that_do_not_fit_the_residues(embedded, fasta, tmp_path, names, row, said):
-    labels = write_labels(tmp_path / "labels.csv", names, [row])
+    labels = write_table(tmp_path / "labels.csv", names, [row])
     with pytest.raises(UserError, match=said):
         probe(embedded["residues"], fasta, labels, tmp_path / "out")
 
@@ -345,7 +338,7 @@ def test_probe_replaces_its_own_output_only_with_overwrite_and_the_same_bytes_co
 
 
 def test_probe_of_a_model_equals_that_of_its_embeddings(model, embedded, fasta, tmp_path):
-    labels = write_labels(tmp_path / "labels.csv", NAMES, ROWS)
+    labels = write_table(tmp_path / "labels.csv", NAMES, ROWS)
     _, expected = probe(embedded["mean"], fasta, labels, tmp_path / "out")
     flags = ("--model_name_or_path", model, "--fasta", fasta, "--labels", labels, "--output_dir", tmp_path / "own")
     call(PROBE, *flags)
@@ -433,7 +426,7 @@ def test_run_evaluates_probes_as_probe_py_does_on_its_export(dataset, proteins, 
     tables = {}
     for name, values in (("num bers", numbers.astype(str)), ("classes", classes)):
         table = [(text, y) for (_, text), y in zip(proteins, values, strict=True)]
-        tables[name] = write_labels(tmp_path / f"{name}.csv", ["sequence", "label"], table)
+        tables[name] = write_table(tmp_path / f"{name}.csv", ["sequence", "label"], table)
     flags = {"max_steps": 2, "do_eval": True, "eval_steps": 1}
     train(dataset, tmp_path / "plain", **flags)
     train(dataset, tmp_path / "one", **flags, eval_probe=tables["num bers"], eval_downstream_steps=1)
@@ -448,7 +441,7 @@ def test_run_evaluates_probes_as_probe_py_does_on_its_export(dataset, proteins, 
         results = json.loads((tmp_path / run / "all_results.json").read_text())
         call_embed(tmp_path / model, fasta, tmp_path / run / "embedded")
         table = [(each, y) for (each, _), y in zip(proteins, values, strict=True)]
-        labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+        labels = write_table(tmp_path / "labels.csv", ["id", "label"], table)
         after, _ = probe(tmp_path / run / "embedded", fasta, labels, tmp_path / run / "probed")
         for metric, (value, _, _) in after["probe"].items():
             assert results[f"eval_probe_{name}_{metric}"] == pytest.approx(value, abs=1e-5)
