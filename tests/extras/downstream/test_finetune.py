@@ -176,6 +176,22 @@ def test_adapter_has_the_names_of_its_classes_and_lists_in_one_order(untrained, 
     assert adapter["modules_to_save"] == ["classifier", "score"]
 
 
+def test_script_takes_splits_and_clusters_of_columns_and_names_contradictions(untrained, table, tmp_path):
+    """The first two proteins are of one cluster; the first comes twice, with another number."""
+    with table["protein"].open() as file:
+        pairs = [tuple(row.values()) for row in csv.DictReader(file)]
+    rows = [(*pair, ("val", "test", "train", "train")[n // 2 % 4], f"c{n // 2}") for n, pair in enumerate(pairs)]
+    rows.append((pairs[0][0].lower(), "12.5", "val", "c0"))
+    path = write_table(tmp_path / "a.csv", ("sequence", "label", "mine", "of"), rows)
+    flags = {"split_column": "mine", "cluster_column": "of", "num_train_epochs": 1}
+    call(FINETUNE, *flags_of(untrained, path, tmp_path / "tuned", **flags))
+    results = json.loads((tmp_path / "tuned" / "results.json").read_text())
+    assert results["counts"] == {"train": 28, "validation": 17, "test": 16}
+    assert results["intervals"] == {"over": "clusters", "validation": 8, "test": 8}
+    first = f"'row 2' {float(pairs[0][1])}, 'row 62' 12.5"
+    assert results["contradicting_labels"] == {"proteins": 1, "first": first}
+
+
 def test_bf16_losses_are_close_to_those_of_fp32(untrained, table):
     losses = []
     for bf16 in (False, True):

@@ -241,11 +241,60 @@ def test_probe_refuses_parts_that_are_not_those_of_one_run(in_parts, fasta, tmp_
         second.write_bytes(second.read_bytes()[:-9])
     else:
         (second if change == "middle" else third).unlink()
-    labels = write_labels(tmp_path / "labels.csv", NAMES, ROWS if change == "twice" else ROWS[:30])
+    labels = write_table(tmp_path / "labels.csv", NAMES, ROWS if change == "twice" else ROWS[:30])
     with pytest.raises(UserError, match=said) as error:
         probe(embeddings, fasta, labels, tmp_path / "out")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_probe_leaves_out_what_has_no_label_and_names_contradictions(embedded, fasta, proteins, tmp_path, caplog):
+    """Words of R and pandas, an unlabelled stranger, dashes of residues; 0.0 and 1.0 are classes."""
+    pairs = [(name, f"{n % 2}.0") for n, (name, _) in enumerate(proteins)]
+    labels = write_table(tmp_path / "a.csv", NAMES, [*pairs[3:], ("P0", "NA"), ("P1", "None"), ("stranger", "")])
+    results, found = probe(embedded["mean"], fasta, labels, tmp_path / "a")
+    assert f"--labels {labels}: 3 of {COUNT} rows are left out: 3 without a label" in caplog.messages
+    assert {row["label"] for row in found} == {"0", "1"}
+    assert results["contradicting_labels"] == {"proteins": 0, "first": None}
+
+    strings = [
+        (name, "".join("HE-."[(n + place) % 4] for place in range(len(t)))) for n, (name, t) in enumerate(proteins)
+    ]
+    labels = write_table(tmp_path / "b.csv", NAMES, strings)
+    _, found = probe(embedded["residues"], fasta, labels, tmp_path / "b")
+    assert {row["label"] for row in found} == {"H", "E"}
+    held_out = {row["id"] for row in found}
+    assert len(found) == sum(text.count("H") + text.count("E") for name, text in strings if name in held_out)
+
+
+def test_probe_names_contradicting_labels_and_merges_clusters_of_equal_sequences(model, proteins, tmp_path, caplog):
+    """Each protein comes again in lower case, as another record, of another cluster, with another label."""
+    records = [*proteins, *((f"again_{name}", text.lower()) for name, text in proteins)]
+    fasta = write_fasta(tmp_path / "my.fasta", records)
+    rows = [(name, n / 7, f"c{n}") for n, (name, _) in enumerate(records)]
+    labels = write_table(tmp_path / "a.csv", [*NAMES, "of"], rows)
+    call_embed(model, fasta, tmp_path / "embedded")
+    results, found = probe(tmp_path / "embedded", fasta, labels, tmp_path / "out", "--cluster_column", "of")
+    held_out = {row["id"] for row in found}
+    assert {name for name, _ in proteins if name in held_out} == {n[6:] for n in held_out if n.startswith("again_")}
+    assert results["intervals"] == {"over": "clusters", "test": len(held_out) // 2}
+    first = f"'P0' 0.0, 'again_P0' {COUNT / 7}"
+    assert results["contradicting_labels"] == {"proteins": COUNT, "first": first}
+    assert f"--labels {labels}: {COUNT} proteins have contradicting labels: {first}" in caplog.messages
+
+
+def test_probe_refuses_one_id_of_two_proteins(embedded, proteins, tmp_path):
+    labels = write_table(tmp_path / "labels.csv", NAMES, ROWS)
+    fasta = write_fasta(tmp_path / "my.fasta", [*proteins, ("P88", "MKV")])
+    with pytest.raises(UserError, match="'P88'"):
+        probe(embedded["mean"], fasta, labels, tmp_path / "out")
+
+
+def test_probe_refuses_two_splits_of_a_proteins_residues(embedded, fasta, tmp_path):
+    rows = [("P1", 1, "H", "train"), ("P2", 1, "E", "train"), ("P1", 2, "H", "test")]
+    labels = write_table(tmp_path / "labels.csv", ["id", "position", "label", "split"], rows)
+    with pytest.raises(UserError, match="row 4: 'P1' has another split or cluster in row 2: leave one"):
+        probe(embedded["residues"], fasta, labels, tmp_path / "out")
 
 
 ROWS = [(f"P{n}", n / 7) for n in range(60)]
@@ -318,7 +367,7 @@ def test_probe_refuses_labels_that_do_not_fit_the_residues(embedded, fasta, tmp_
 def test_probe_replaces_its_own_output_only_with_overwrite_and_the_same_bytes_come_again(
     embedded, fasta, tmp_path, caplog
 ):
-    labels = write_labels(tmp_path / "labels.csv", NAMES, ROWS)
+    labels = write_table(tmp_path / "labels.csv", NAMES, ROWS)
     probe(embedded["mean"], fasta, labels, tmp_path / "out")
     first = (tmp_path / "out" / "predictions.csv").read_bytes()
     written = (tmp_path / "out" / "predictions.csv").stat().st_mtime_ns
