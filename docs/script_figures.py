@@ -9,6 +9,13 @@ NONE, OF_ONE_MODEL = "-", "none: of this model"
 BOOTSTRAP = "95 % bootstrap percentiles over held-out proteins or clusters (`intervals.over`)"
 CHAINS = "`..._stderr`, over chains"
 SCORED = "scored.csv.json: correlations.proteins.<protein>"
+CONTRADICTING = (
+    "results.json: contradicting_labels.proteins",
+    "proteins",
+    "with two different labels, of the protein or of one of its residues",
+    NONE,
+    NONE,
+)
 HEAD = ("number", "unit", "over what", "compared with what", "error over what")
 
 # {script: rows as of HEAD}. A number is "file: key"; <...> stands for any name; a list is [value, low, high].
@@ -122,6 +129,7 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
         ("results.json: counts.train", "labels", "fitted on; of residues, each is one", NONE, NONE),
         ("results.json: counts.test", "labels", "evaluated on", NONE, NONE),
         ("results.json: intervals.test", "proteins or clusters", "held out: what intervals are over", NONE, NONE),
+        CONTRADICTING,
         ("predictions.csv: position", "residues", "number of the residue, from 1", NONE, NONE),
         ("predictions.csv: label", "the label's", "a held-out protein or residue", NONE, NONE),
         ("predictions.csv: prediction", "the label's", "the same, by the probe", "`label`", NONE),
@@ -129,6 +137,7 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
     "finetune.py": [
         ("results.json: counts.<split>", "proteins", "of the split", NONE, NONE),
         ("results.json: intervals.<split>", "proteins or clusters", "what its intervals are over", NONE, NONE),
+        CONTRADICTING,
         ("results.json: best_epoch", "epochs", "the one whose weights are written", "validation loss", NONE),
         ("results.json: history.epoch", "epochs", "done", NONE, NONE),
         ("results.json: history.train_loss", "nats, or squared", "mean over the epoch's steps", NONE, NONE),

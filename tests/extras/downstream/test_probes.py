@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, EsmModel
 
 from common.cli import UserError
 from extras.downstream.metrics import LEAST_GROUPS, values_of, with_intervals
-from extras.downstream.probes import ALPHAS, FOLDS, STRENGTHS, Examples, evaluate, is_held_out, labels_of
+from extras.downstream.probes import ALPHAS, FOLDS, STRENGTHS, Examples, check, evaluate, is_held_out, labels_of
 from tests.data_fixtures import call, load_script, write_fasta
 from tests.data_fixtures import proteins as random_proteins
 from tests.extras.downstream.tables import write_table
@@ -457,6 +457,19 @@ def test_difference_from_the_baseline_is_paired():
     found, _ = evaluate(Examples(features, features, labels, groups, test, np.zeros(80, bool)))
     assert found["probe"]["r2"][2] - found["probe"]["r2"][1] > 0.1
     assert found["difference"] == {name: [0.0, 0.0, 0.0] for name in found["probe"]}
+
+
+def test_probe_says_what_one_held_out_protein_and_its_only_label_leave_undefined(caplog):
+    test, features = np.arange(40) < 20, np.zeros((40, 1))
+    labels, groups = np.where(test, 1.5, np.arange(40.0)), np.where(test, "held out", np.arange(40).astype(str))
+    check(Examples(features, features, labels, groups, test, np.zeros(40, bool)), "here")
+    assert caplog.messages == [
+        "here: one protein or cluster in the test split: its metrics say nothing of others",
+        "here: all labels of the test split are 1.5: spearman, pearson and r2 are not defined",
+    ]
+    constant = Examples(features, features, labels[::-1], groups, test, np.zeros(40, bool))
+    with pytest.raises(UserError, match="all labels of the training part are 1.5: nothing to learn"):
+        check(constant, "here")
 
 
 def test_intervals_are_undefined_for_few_groups_and_metrics_for_constant_predictions():

@@ -82,7 +82,7 @@ def test_esmc_is_fine_tuned_to_a_stock_model(model, tmp_path, kind):
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
     assert name in (out / "model" / "README.md").read_text()
     with table.open() as file:
-        sequence = {f"line {n}": row["sequence"] for n, row in enumerate(csv.DictReader(file), 2)}
+        sequence = {f"row {n}": row["sequence"] for n, row in enumerate(csv.DictReader(file), 2)}
     with (out / "predictions.csv").open() as file:
         row = next(csv.DictReader(file))
     with torch.no_grad():
