@@ -27,7 +27,7 @@ from common.data import GAPS_HELP, Gaps
 from common.files.json_files import combined_hash, content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras import earlier_identity
-from extras.prepare.cluster_splits import cluster_records, publish_indices, split_by_clusters
+from extras.prepare.cluster_splits import COMPONENTS, cluster_records, publish_indices, split_by_clusters
 from extras.prepare.dataset_writer import (
     TOKEN_FEATURES,
     DatasetWriter,
@@ -45,7 +45,7 @@ from extras.prepare.encode import (
     usable_threads,
 )
 from extras.prepare.output_directory import Build, building
-from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
+from extras.prepare.splits import HELD_OUT, HELD_OUT_CLUSTERS, SPLITS, labels_by_file, split_labels, split_sizes
 from extras.sources import compression as limits
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files
@@ -140,18 +140,24 @@ def describe(args: Arguments, files: list[Path]) -> dict:
     if args.cluster_table:
         table = Path(args.cluster_table)
         optional["cluster_table"] = content_hash(table) if table.is_file() else None
+    by_clusters = {"held_out_clusters": HELD_OUT_CLUSTERS} if args.clustered else {}
     if args.cluster is not None:
         optional["cluster"] = args.cluster
+        by_clusters["mmseqs_flags"] = COMPONENTS
     now = {
         "input": about_input | {"content": combined_hash(files)},
         **{name: getattr(args, name) for name in deciding},
         **{name: HELD_OUT for name in held_out if getattr(args, name) is None},
         **optional,
+        **by_clusters,
     }
     earlier = now | {"input": about_input | {"listing": earlier_identity.hash_listing(files)}}
     if optional.get("cluster_table"):
         earlier["cluster_table"] = earlier_identity.list_files([Path(args.cluster_table)])
-    return earlier_identity.recorded_form(Path(args.output_dir), ["arrow"], now, earlier, args.overwrite)
+    output = Path(args.output_dir)
+    if args.clustered:
+        return earlier_identity.clustered_form(output / "arrow", now, earlier, by_clusters, args.overwrite)
+    return earlier_identity.recorded_form(output, ["arrow"], now, earlier, args.overwrite)
 
 
 def cleaner_of(path: Path, args: Arguments) -> Cleaner:

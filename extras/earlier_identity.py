@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from extras.prepare.output_directory import BUILDING, JOURNAL, MADE_FROM, Journal, read_record
+
+logger = logging.getLogger(__name__)
 
 
 def describe_file(path: Path) -> dict:
@@ -60,3 +63,21 @@ def recorded_form(parent: Path, names: Iterable[str], now: dict, earlier: dict, 
     begun = Journal(parent / BUILDING / JOURNAL).done(MADE_FROM)
     records = [begun] + [read_record(parent / name) for name in names if not overwrite]
     return earlier if any(record and record["made_from"] == earlier for record in records) else now
+
+
+def clustered_form(output: Path, now: dict, earlier: dict, added: Iterable[str], overwrite: bool) -> dict:
+    """`now`, or the form without the keys `added` that an earlier version recorded for a complete `output`.
+
+    Its clusters and what it held out of them were others, so the work of its interrupted runs is not resumed.
+    """
+    record = None if overwrite else read_record(output)
+    for form in (now, earlier):
+        recorded = json.loads(json.dumps({name: value for name, value in form.items() if name not in added}))
+        if record and record["made_from"] == recorded:
+            logger.warning(
+                "%s was split by an earlier version: relatives may stand on both sides, and one family may fill a "
+                "held-out split: --overwrite makes it anew",
+                output,
+            )
+            return recorded
+    return now

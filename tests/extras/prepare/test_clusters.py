@@ -201,21 +201,25 @@ def test_split_by_clusters_remakes_buckets_after_a_reboot(tmp_path, monkeypatch)
     assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
 
 
-def test_split_by_clusters_resumes_an_earlier_versions_index(tmp_path, monkeypatch):
-    """One that was killed after it had published the training split's index, the only one it made."""
+def test_split_by_clusters_does_not_resume_an_earlier_versions_work(tmp_path, monkeypatch, caplog):
+    """It drew other clusters: only its finished outputs are kept."""
     make_input(tmp_path / "csv", count=600)
     tokenize(tmp_path / "csv", tmp_path / "undisturbed")
 
-    def stop(build, *_):
-        shutil.copytree(tmp_path / "undisturbed/arrow/train/clusters", build.paths["arrow"] / "train/clusters")
-        build.note("indexed", 1)
+    def stop(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr(TOKENIZE, "publish_indices", stop)
         with pytest.raises(KeyboardInterrupt):
             tokenize(tmp_path / "csv", tmp_path / "out")
+    journal = tmp_path / "out/.building/journal.jsonl"
+    begun, *rest = journal.read_text().splitlines(keepends=True)
+    key, of = json.loads(begun)
+    del of["made_from"]["held_out_clusters"]
+    journal.write_text(json.dumps([key, of]) + "\n" + "".join(rest))
     tokenize(tmp_path / "csv", tmp_path / "out")
+    assert "removing the work of an interrupted run for other input or arguments" in caplog.text
     assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
 
 
