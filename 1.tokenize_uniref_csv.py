@@ -45,6 +45,7 @@ from extras.prepare.encode import (
     usable_threads,
 )
 from extras.prepare.output_directory import Build, building
+from extras.prepare.relatives import IDENTITY, SEARCHED, count_relatives
 from extras.prepare.splits import HELD_OUT, HELD_OUT_CLUSTERS, SPLITS, labels_by_file, split_labels, split_sizes
 from extras.sources import compression as limits
 from extras.sources import csv_records
@@ -85,6 +86,9 @@ class Arguments(Flags):
     )
     line_ends_in_text: bool = flag(False, "quoted texts may span lines; line ends are removed")
     max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
+    count_relatives: bool = flag(
+        True, "search held-out proteins in training, up to 100,000 proteins, with MMseqs2 if it is installed"
+    )
     seed: int = flag(42, "seed of the choice of splits")
     overwrite: bool = flag(False, "replace an existing output")
     verify: bool = flag(False, "read a complete output and compare its checksums")
@@ -201,6 +205,24 @@ def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker
     build.note(f"finished {split}", True)
 
 
+def note_relatives(args: Arguments, build: Build, sizes: list[int]) -> None:
+    """Count the held-out proteins that have a relative in training, once, for the record. sizes: of the splits."""
+    held_out = [split for split, size in zip(SPLITS[1:], sizes[1:], strict=True) if size]
+    if not (args.count_relatives and args.line_by_line and sizes[0] and held_out):
+        return
+    if sizes[0] > SEARCHED and args.cluster is None:
+        again = f"python -m extras.prepare.relatives {args.output_dir}"
+        logger.info("Relatives of held-out proteins in train, of %s: count them by %s", f"{sizes[0]:,}", again)
+        return
+    if (counts := build.done("relatives")) is None:
+        threads = usable_threads(args.preprocessing_num_workers)
+        identity = IDENTITY if args.cluster is None else args.cluster
+        scratch = build.scratch / "relatives"
+        counts = count_relatives(build.paths["arrow"], held_out, identity, scratch, threads)
+        build.note("relatives", counts)
+    build.results["relatives"] = counts
+
+
 def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     logger.info("Loading csv files from %s", args.input_dir)
     sizes_of = functools.partial(
@@ -273,6 +295,7 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
         "bad_records": bad_records.count,
         "changes": changes.state,
     }
+    note_relatives(args, build, sizes)
     write_report(build, key_files(build, len(files)), open_copies(build), truncate)
     changes.report(f"--input_dir {args.input_dir}")
     bad_records.report()
