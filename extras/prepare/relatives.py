@@ -31,7 +31,7 @@ from extras.prepare.splits import SPLITS
 
 logger = logging.getLogger(__name__)
 IDENTITY = 0.5  # of UniRef50's clusters
-SEARCHED = 100_000  # training proteins, without --cluster: minutes
+SEARCHED = 100_000  # training proteins, without --cluster: a minute or two
 SAMPLE = 1_000  # held-out proteins: the standard error of their share is at most 1.6 %
 SEARCH, COPIES = "MMseqs2 search", "exact copies"
 LETTERS = np.frombuffer("".join(token if len(token) == 1 else "X" for token in TOKENS).encode(), np.uint8)
