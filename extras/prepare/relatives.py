@@ -94,7 +94,8 @@ def count_relatives(arrow: Path, splits: Sequence[str], identity: float, scratch
     arrow: the directory of the splits; splits: those with records, of validation and test. Returns {split:
     {"proteins": searched, "with_relative": of these}} with "by", "identity" and "coverage".
     """
-    scratch.mkdir(exist_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)  # MMseqs2 would go on with the files of a killed search
+    scratch.mkdir()
     stores = {split: open_split(arrow, split, ESM2_TOKENS) for split in ("train", *splits)}
     samples = {split: _sample(len(stores[split])) for split in splits}
     held_out = [text for split, records in samples.items() for text in _proteins(stores[split], records)]
