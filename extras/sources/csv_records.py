@@ -19,9 +19,11 @@ import pyarrow.compute
 import pyarrow.csv
 
 from common.cli import UserError, one_line
+from common.data.token_store import as_parquet, untokenised_columns
 from extras.sources.compression import (
     HEAD_BYTES,
     LONGEST_PROTEIN,
+    PARQUET,
     SUFFIXES,
     check_duplicates,
     check_file,
@@ -105,6 +107,10 @@ def csv_files(directory: Path) -> list[Path]:
     names = [f"*.csv{packed}" for packed in ("", *SUFFIXES)]
     files = [path for name in names for path in directory.glob(name) if not path.name.startswith(".")]
     if not files:
+        if columns := untokenised_columns(directory):
+            raise UserError(f"--input_dir {directory}: {as_parquet(directory, columns)}")
+        if parquet := next(directory.glob("*.parquet"), None):
+            raise UserError(f"--input_dir {directory}: no *.csv files in it; {parquet.name} is {PARQUET}")
         raise UserError(f"--input_dir {directory}: no *.csv files in it: run 0.download_data.py first")
     for path in files:
         check_file(path, str(path))

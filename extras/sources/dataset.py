@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from common.cli import UserError
+from common.data.token_store import as_parquet, untokenised_columns
 from common.files.json_files import combined_hash
 from extras.earlier_identity import list_names
 from extras.sources.compression import check_duplicates, check_file
@@ -221,6 +222,8 @@ def _local(request: Request, name: str) -> Source:
     if path.is_dir():
         root, found = path, list(path.rglob("*"))
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            if columns := untokenised_columns(path):
+                raise UserError(f"{given}: {as_parquet(path, columns)}")
             raise UserError(
                 f"{given}: holds tokenised data already: give it as --dataset_dir, or a split of it as --eval_dataset"
             )

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import shlex
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -14,7 +18,10 @@ from datasets import Dataset, DatasetDict, Features, List, Sequence, Value, load
 from common.cli import UserError
 from common.data.token_store import TokenStore, open_split
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, PAD, encode
+from extras.sources.csv_records import csv_files
+from extras.sources.dataset import open_source
 from extras.sources.fasta import read_fasta
+from extras.sources.sequence_files import read_rows, units_of
 
 OURS = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
 
@@ -315,7 +322,7 @@ def zero_records_wanted(path):
         (lambda path: TokenStore(path, ESM2_TOKENS), "no such directory"),
         (lambda path: open_split(path, "train", ESM2_TOKENS), "no such directory"),
         (no_arrow_files, "no Arrow files"),
-        (no_column, "no column input_ids, only text"),
+        (no_column, "no column input_ids: saved by datasets with the columns text"),
         (wrong_type, "not a list of integers"),
         (no_records, "empty"),
         (no_rows_in_a_file, "empty"),
@@ -339,3 +346,31 @@ def test_token_store_bad_input_is_one_line(tmp_path, bad_input, message):
         bad_input(tmp_path / "data")
     assert "\n" not in str(error.value)
     assert str(tmp_path / "data") in str(error.value)
+
+
+def both_splits(proteins: Dataset) -> DatasetDict:
+    return DatasetDict({"train": proteins, "validation": proteins.select([1])})
+
+
+@pytest.mark.parametrize("form", [lambda proteins: proteins, both_splits], ids=["dataset", "splits"])
+def test_saved_columns_of_text_are_refused_with_the_command_that_converts_them(tmp_path, form):
+    path, sequences = tmp_path / "saved", ["MKV", "LAGW"]
+    form(Dataset.from_dict({"id": ["a", "b"], "sequence": sequences})).save_to_disk(path)
+    messages = set()
+    for read in (
+        lambda: open_split(path, "train", ESM2_TOKENS),
+        lambda: open_source(str(path), False),
+        lambda: csv_files(path),
+    ):
+        with pytest.raises(UserError) as error:
+            read()
+        messages.add(str(error.value)[str(error.value).index("saved by datasets") :])
+    (message,) = messages
+    given, command = re.fullmatch(r".* --dataset (\S+): (python -c .*)", message).groups()
+    subprocess.run(command.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True)
+    source = open_source(shlex.split(given)[0], False)
+    texts = {}
+    for split, (file,) in source.splits.items():
+        (unit,) = units_of((file,), wanted=1)
+        texts[split] = [text for block in read_rows(unit, 0) for text in block.to_pylist()]
+    assert texts == {"train": sequences} | ({"validation": ["LAGW"]} if form is both_splits else {})

@@ -300,7 +300,7 @@ def test_tokenize_refuses_bad_input_directories(tmp_path):
     with pytest.raises(UserError, match="no such directory"):
         csv_files(tmp_path / "absent")
     (tmp_path / ".hidden.csv").write_text("id,text\n")
-    with pytest.raises(UserError, match=r"no \*.csv files"):
+    with pytest.raises(UserError, match=r"no \*.csv files in it: run 0.download_data.py first"):
         csv_files(tmp_path)
 
 

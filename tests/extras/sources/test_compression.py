@@ -6,11 +6,15 @@ import os
 import socket
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from common.cli import UserError
 from extras.sources.compression import check_duplicates, check_file, open_decompressed
+from extras.sources.csv_records import count_rows, csv_files
 from extras.sources.dataset import open_source
+from extras.sources.fasta import read_fasta
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, proteins, write_csv
 
 
@@ -132,3 +136,15 @@ def test_decompress_error_is_one_line(tmp_path):
     path.unlink()
     with pytest.raises(UserError, match="such: no such file"):
         check_file(path, "such")
+
+
+def test_parquet_is_refused_with_what_reads_it(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": ["a"], "text": ["MKV"]}), path)
+    with pytest.raises(UserError, match=r"a.parquet is parquet, which --dataset of the train scripts .* reads"):
+        csv_files(tmp_path)
+    with pytest.raises(UserError, match=r"a.parquet: .*it is parquet, which --dataset of the train scripts"):
+        list(read_fasta(path))
+    path.rename(tmp_path / "a.csv")
+    with pytest.raises(UserError, match=r"not CSV: it is parquet, which --dataset .* where the name ends in .parquet"):
+        count_rows(tmp_path / "a.csv")
