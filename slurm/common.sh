@@ -97,7 +97,42 @@ run() {
 
 # ---- steps -------------------------------------------------------------------------------------------------------------
 
+# is_mounted PATH     is it below the destination of a mount?
+is_mounted() {
+  local path=$1 all mount
+  [[ $path = /* ]] || path=$PWD/$path
+  path=$(realpath -ms "$path")/
+  IFS=, read -ra all <<<"$mounts"
+  for mount in "${all[@]}"; do
+    mount=${mount#*:} # SRC:DST, SRC:DST:FLAGS, or SRC for both
+    mount=$(realpath -ms "${mount%%:*}")
+    [[ $path != "${mount%/}"/* ]] || return 0
+  done
+  return 1
+}
+
+# Do the paths of these flags reach the container? Results must; other paths may lie in the image, if not on this node.
+check_mounts() {
+  local word flag="" value
+  [ -n "$CONTAINER_IMAGE" ] || return 0
+  for word; do
+    value=$word
+    case $word in
+      --*=*) flag=${word%%=*} value=${word#*=} ;;
+      --*) flag=$word; continue ;;
+    esac
+    if [[ $value != */* ]] || is_mounted "$value"; then continue; fi
+    case $flag in
+      --output_dir | --checkpoint_dir | --log_dir) ;;
+      *) [[ $value = /* && -e $value ]] || continue ;;
+    esac
+    lacks "$flag=$value: not mounted in the container: choose a path below TARGET_PATH or $PWD, or add its directory to" \
+      "CONTAINER_MOUNTS"
+  done
+}
+
 on_one_node() {
+  check_mounts "$@"
   all_there
   run "${steps[@]}" --nodes=1 --ntasks=1 "$python" "$@"
 }
@@ -236,6 +271,7 @@ looked_at=()
 pretrain() {
   local status=0 lost=""
   check_cp_size "$@"
+  check_mounts "$@"
   all_there
   if [ "$PREFLIGHT" != off ]; then
     local checks=(--fail_on="$PREFLIGHT") more=()
