@@ -13,19 +13,19 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
 from common.files.json_files import check_type, shorten
 from common.models.layers.hf_directory import Training
-from common.models.registry import FAMILIES, family_of
+from common.models.registry import FAMILIES, Family, family_of
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE
 from common.training.checkpoint_reader import StoredTensors
@@ -57,19 +57,9 @@ def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None
 
     UserError if the directory is not empty, or the checkpoint holds no model of this program.
     """
-    model, listed = files.read_manifest(checkpoint)
-    model_type = model.get("model_type")
-    family = family_of(model_type if isinstance(model_type, str) and model_type in FAMILIES else "esm")
-    if family.task == "mlm" and model.get("alphabet") != family.alphabet:
-        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
-    if CONFIG not in listed:
-        raise UserError(
-            f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
-            f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
-        )
-    config, stored = family.load_config(str(checkpoint)), StoredTensors(checkpoint)
-    read = _reader(checkpoint, stored, partial(family.make, config))
-    extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
+    family = _family(checkpoint)
+    config = family.load_config(str(checkpoint))
+    read, extras = read_checkpoint(checkpoint, config)
     state = files.read_listed(checkpoint, TRAINER_STATE)
     if family.task == "clm" and tokenizer is None:
         tokenizer = _tokenizer(checkpoint, state)
@@ -82,6 +72,14 @@ def final_model_of(name: str) -> str:
     """A run's final_model/ if `name` is its directory, else the name as it is."""
     final = Path(name) / FINAL_MODEL
     return str(final) if (final / "config.json").is_file() else name
+
+
+def model_of_run(path: Path) -> Path:
+    """Of a run's directory its final_model/, or its newest checkpoint, which is not verified; else the path."""
+    if (final := Path(final_model_of(str(path)))) != path:
+        return final
+    inside = files.list_checkpoints(path)
+    return inside[0][1] if inside else path
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -125,14 +123,34 @@ def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:
     return tokenizer
 
 
-def _reader(checkpoint: Path, stored: StoredTensors, make: Callable[[], nn.Module]) -> Callable[[str], Tensor]:
-    """A function that reads a parameter by name. UserError if one of the model's is missing."""
+def _family(checkpoint: Path) -> Family:
+    """UserError if this version cannot read its model."""
+    model, listed = files.read_manifest(checkpoint)
+    model_type = model.get("model_type")
+    family = family_of(model_type if isinstance(model_type, str) and model_type in FAMILIES else "esm")
+    if family.task == "mlm" and model.get("alphabet") != family.alphabet:
+        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
+    if CONFIG not in listed:
+        raise UserError(
+            f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
+            f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
+        )
+    return family
+
+
+def read_checkpoint(checkpoint: Path, config: Any) -> tuple[Callable[[str], Tensor], dict[str, Tensor]]:
+    """(a function that reads a parameter by name, the tensors that training leaves as they are) of a checkpoint.
+
+    config: of its model. UserError if it holds no model of this program.
+    """
     with torch.device("meta"):
-        expected = make().state_dict()
+        expected = _family(checkpoint).make(config).state_dict()
+    stored = StoredTensors(checkpoint)
     for name, tensor in expected.items():
         if stored.shapes.get(MODEL + name) != tensor.shape:
             raise UserError(f"{checkpoint}: its weights are not those of its {CONFIG}: {name}: make a new checkpoint")
-    return lambda name: stored.read(MODEL + name)
+    extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
+    return lambda name: stored.read(MODEL + name), extras
 
 
 def check_free(directory: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.cli import UserError
 from common.data import TokenSet
 from common.distributed.world import World
-from common.models.layers.hf_directory import read_config
+from common.models.layers.hf_directory import read_config, resolve_directory
 from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
@@ -130,7 +130,7 @@ def encoder_family(name: str, model_type: str | None = None) -> Family:
         known = (kind for beginning, kind in HUB_NAMES.items() if name.startswith(beginning))
         return family_of(next(known, model_type or "esm"))
     try:
-        family = family_of(read_config(Path(name) / "config.json")["model_type"])
+        family = family_of(read_config(resolve_directory(name) / "config.json")["model_type"])
     except (OSError, ValueError, KeyError, TypeError):
         return family_of(model_type or "esm")
     return family if family.task == "mlm" else family_of("esm")

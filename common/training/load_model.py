@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,13 +14,15 @@ from torch.distributed.tensor import DTensor
 from common.cli import UserError
 from common.distributed.fsdp import copy_to_shard
 from common.distributed.world import World
-from common.flags import flat
+from common.flags import flat, with_flags
 from common.models.layers.compiling import check_cuda_graphs, compile_layers, keep_addresses
 from common.models.layers.context_attention import enable_context_parallel
+from common.models.layers.hf_directory import is_checkpoint, resolve_directory
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.precision.build import choose_plan, set_formats, start_te_stats
 from common.training.arguments import RunArguments
+from common.training.resume import damage_of, newest_usable
 from common.training.task import BuiltModel
 
 # Flags that may differ between ranks: paths, which another node may name otherwise, and what does not affect results.
@@ -41,6 +44,7 @@ def load_model(
     meta device, after which each rank initialises or reads only its own shards; device: where the weights are kept, if
     not on the rank's device; torch_only: the strategy's flags that only the torch backend supports.
     """
+    args = with_whole_checkpoint(args, world)
     with world.raise_together():
         choice = args.family.choose(args, world, torch_only, previous or {})
     config, backend, gelu = choice.config, choice.backend, choice.gelu
@@ -102,6 +106,25 @@ def load_model(
         with world.raise_together():
             record_run(task_of(args)(built, args, world))
     return built
+
+
+def with_whole_checkpoint(args: RunArguments, world: World) -> RunArguments:
+    """The flags, with a run in --model_name_or_path replaced by its newest whole checkpoint; all ranks together.
+
+    UserError if it has none, or for a damaged checkpoint.
+    """
+    if world.is_dry_run or args.model.model_name_or_path is None:
+        return args
+    given = Path(args.model.model_name_or_path)
+    root = resolve_directory(str(given))
+    if not world.broadcast_object(is_checkpoint(root)):
+        return args
+    advice = "give a whole checkpoint, or another model"
+    if root != given:
+        return with_flags(args, model_name_or_path=str(newest_usable(given, world, advice)))
+    if damage := damage_of(root, world):
+        world.raise_on_all(UserError(f"--model_name_or_path {given}: {damage}: {advice}"))
+    return args
 
 
 def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from common.cli import UserError
 from common.distributed.strategy import StrategyFlags
 from common.flags import changed_defaults, flag_specs, flat, is_file_of_flags, parse_arguments, read_file_of_flags
+from common.models.layers.hf_directory import resolve_directory
 from common.models.registry import FAMILIES, family_of
 from common.training.arguments import RunArguments
 from common.training.task import Task
@@ -164,7 +165,8 @@ def task_name(words: list[str]) -> str:
     if not given.keys().isdisjoint(("model", "model_type")):
         return "clm"
     try:
-        content = json.loads((Path(str(given["model_name_or_path"])) / "config.json").read_text(encoding="utf-8"))
+        config = resolve_directory(str(given["model_name_or_path"])) / "config.json"
+        content = json.loads(config.read_text(encoding="utf-8"))
         return family_of(content["model_type"]).task
     except (KeyError, OSError, ValueError, TypeError, RecursionError):
         return "mlm"

@@ -18,7 +18,7 @@ from common.console import is_terminal
 from common.data.training_data import PlannedData, TrainingData
 from common.distributed.world import World
 from common.flags import flat
-from common.models.layers.hf_directory import Training
+from common.models.layers.hf_directory import Training, resolve_directory
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from common.training.evaluation import Evaluator
@@ -106,8 +106,8 @@ def describe_weights(args: RunArguments, step: int) -> str:
         return f"from checkpoint-{step}"
     if not args.model.model_name_or_path:
         return f"random, seed {args.data.seed}"
-    files = weight_files(args.model.model_name_or_path)
-    return f"from {args.model.model_name_or_path}" + (f" ({files})" if files else "")
+    files = weight_files(directory := str(resolve_directory(args.model.model_name_or_path)))
+    return f"from {directory}" + (f" ({files})" if files else "")
 
 
 def warn_of_unused_weights(args: RunArguments) -> str | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from common.cli import UserError
 from common.flags import Missing, flag, with_flags
 from common.models.layers.backend import STOCK, BackendFlags
+from common.models.layers.hf_directory import resolve_directory
 from common.models.registry import encoders
 from common.training.arguments import RunArguments
 from common.training.optim import OptimizerFlags
@@ -71,7 +72,8 @@ class DecoderFlags(BackendFlags):
     changed = {
         "model_name_or_path": flag(
             None,
-            "In place of --model, given weights: a directory (say final_model/), or with --model_type a Hub name.",
+            "In place of --model, given weights: a run's output directory, its final_model/ or a checkpoint, or with "
+            "--model_type a Hub name.",
         )
     }
     overrides = {"model": ("model_name_or_path",), "model_name_or_path": ("model",)}
@@ -255,7 +257,7 @@ class CausalArguments(RunArguments):
         if tokenizer == PUBLISHED:
             if not published:
                 raise UserError(f"--tokenizer {PUBLISHED}: is that of --model: name a --model, or the tokenizer")
-            tokenizer = PRESETS[published].hub if published in PRESETS else published
+            tokenizer = PRESETS[published].hub if published in PRESETS else str(resolve_directory(published))
         if not output_dir and self.model_named:
             output_dir = f"out/{self.model_named.rstrip('/').rpartition('/')[2]}"
         epochs, steps = data.num_train_epochs, data.max_steps

@@ -174,8 +174,3 @@ def test_export_other_weights_into_run_are_refused(finished, hub, dataset, tmp_p
         assert f"started from {hub} and resumes with its own, not with those of --model_name_or_path {given}" in said
         assert "choose another --output_dir" in said
     assert (finished / "checkpoint-4").is_dir()
-
-
-def test_export_checkpoint_is_not_a_model(finished, dataset, tmp_path):
-    said = train(dataset, tmp_path, expect=2, model_name_or_path=finished / "checkpoint-4")
-    assert f"python -m extras.export {finished}/checkpoint-4 OUT makes a model of it" in said

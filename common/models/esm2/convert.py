@@ -133,7 +133,7 @@ class Esm2Adapter(StateDictAdapter):
         unused = {name: torch.zeros(shape, device=tensor.device) for name, shape in shapes.items()}
         yield from (unused | dict(extras or {})).items()
 
-    def read(self, name: str, config: Esm2Config) -> tuple[Pieces, dict[str, Tensor]]:
+    def read_published(self, name: str, config: Esm2Config) -> tuple[Pieces, dict[str, Tensor]]:
         """As StateDictAdapter's. UserError for another vocabulary than ESM-2's, too."""
         root, theirs = read_tensors(name)
         _check_vocabulary(root / "vocab.txt")

@@ -67,7 +67,7 @@ class BackendFlags(Flags):
         choices=CP_COMM_TYPES,
     )
     model_name_or_path: str | None = flag(
-        None, "Start from these weights: a directory (say final_model/) or a Hub name."
+        None, "Start from these weights: a run's output directory, its final_model/ or a checkpoint, or a Hub name."
     )
 
     def torch_only(self) -> list[str]:

@@ -121,12 +121,23 @@ def check_heads(config: Any, where: str) -> None:
         )
 
 
+def resolve_directory(name: str) -> Path:
+    """The directory that --model_name_or_path stands for: of a run its final_model/, or its newest checkpoint, not
+    verified; else the name as it is."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        from extras.export import model_of_run
+
+        return model_of_run(path)
+    return path
+
+
 def load_config(name: str, read: Callable[[Path], Config], given: str, built_in: Iterable[str], hint: str) -> Config:
     """What `read` makes of the config.json of a directory, else of a name on the Hub.
 
     given: how error lines name it; built_in, hint: what else could be given there.
     """
-    directory, known = Path(name), ", ".join(built_in)
+    directory, known = resolve_directory(name), ", ".join(built_in)
     path = directory / "config.json"
     if not directory.is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
         raise UserError(f"{given}: no such model: neither a directory nor one of {known}{hint}")
@@ -159,8 +170,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def local_directory(name_or_path: str) -> Path:
-    """A directory, or the local copy of a Hub repository's newest revision, downloaded if needed."""
-    root = Path(name_or_path)
+    """A directory (see `resolve_directory`), or the local copy of a Hub repository's newest revision, downloaded if
+    needed."""
+    root = resolve_directory(name_or_path)
     if root.is_dir():
         return root
     from huggingface_hub import snapshot_download
@@ -252,6 +264,12 @@ def check_tensors(
     for name in tensors:
         if name not in expected:
             raise UserError(f"{where}: not a checkpoint of {architecture}: unknown tensor {name}")
+
+
+def is_checkpoint(root: Path) -> bool:
+    """Whether the weights of a directory are those of a run's checkpoint, not safetensors."""
+    safetensors = ("model.safetensors", INDEX)
+    return (root / "manifest.json").is_file() and not any(os.path.lexists(root / name) for name in safetensors)
 
 
 def _recipe_files(root: Path) -> list[Path]:

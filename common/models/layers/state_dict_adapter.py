@@ -18,6 +18,8 @@ from common.models.layers.hf_directory import (
     Training,
     check_finite,
     check_tensors,
+    is_checkpoint,
+    local_directory,
     read_tensors,
     write_directory,
 )
@@ -93,7 +95,17 @@ class StateDictAdapter(ABC):
             return dict(self.to_hf(model.state_dict().__getitem__, config)), count_parameters(model)
 
     def read(self, name: str, config: Any) -> tuple[Pieces, dict[str, Tensor]]:
-        """As `from_hf`, of a local directory's safetensors, or of a Hub repository's."""
+        """As `from_hf`, of a local directory's safetensors, of a run's checkpoint, or of a Hub repository's."""
+        if is_checkpoint(root := local_directory(name)):
+            from extras.export import read_checkpoint
+
+            read, extras = read_checkpoint(root, config)
+            ours = (name for name, _ in self.parts(config))
+            return ((name, check_finite(name, read(name), str(root)).float()) for name in ours), extras
+        return self.read_published(str(root), config)
+
+    def read_published(self, name: str, config: Any) -> tuple[Pieces, dict[str, Tensor]]:
+        """As `read`, of published tensors."""
         root, theirs = read_tensors(name)
         return self.from_hf(theirs, config, str(root))
 
