@@ -25,10 +25,12 @@ import torch
 from common.cli import UserError, one_line, run
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import local_directory
-from extras.decoders.config import DecoderConfig, check_supported, load_decoder_config
+from extras.decoders.config import TRAINED_CONTEXT, DecoderConfig, check_supported, load_decoder_config
 from extras.sources.hub import HUB_NAME
+from extras.text.chat_template import render
 
 logger = logging.getLogger(__name__)
+NEW_TOKENS, TOP_K = 200, 50
 
 
 @dataclass
@@ -40,10 +42,14 @@ class Arguments(Flags):
     )
     prompt: str | None = flag(None, "The text to continue. Without it and --prompt_file: asks in the terminal.")
     prompt_file: str | None = flag(None, "A text file with a prompt a line.")
-    max_new_tokens: int = flag(200, "At most so many tokens for a prompt.")
+    max_new_tokens: int | None = flag(
+        None, f"At most so many tokens for a prompt. Default: {NEW_TOKENS}, or what the context has room for."
+    )
     temperature: float = flag(0.8, "Of sampling; 0: always the likeliest token.")
-    top_k: int = flag(50, "Sample from so many likeliest tokens; 0: from all.")
-    top_p: float = flag(1.0, "Sample from the likeliest tokens that together have this probability.")
+    top_k: int | None = flag(None, f"Sample from so many likeliest tokens; 0: from all. Default: {TOP_K}.")
+    top_p: float | None = flag(
+        None, "Sample from the likeliest tokens that together have this probability. Default: 1, from all."
+    )
     repetition_penalty: float = flag(1.0, "Above 1: make tokens that are there already less likely.")
     num_samples: int = flag(1, "Texts for each prompt.")
     seed: int = flag(42, "Of the first text of each prompt; the next ones have the next seeds.")
@@ -58,8 +64,17 @@ class Arguments(Flags):
         self.require_at_least(1, "max_new_tokens", "num_samples")
         self.require_at_least(0, "temperature", "top_k", "seed")
         self.require_above(0, "top_p", "repetition_penalty")
-        if self.top_p > 1:
+        if self.top_p is not None and self.top_p > 1:
             raise UserError(f"--top_p {self.top_p}: must be at most 1")
+        for name in ("top_k", "top_p"):
+            if not self.temperature and getattr(self, name) is not None:
+                raise UserError(
+                    f"--{name}: without effect at --temperature 0, which takes the likeliest token: drop one"
+                )
+        if not self.temperature and self.num_samples > 1:
+            raise UserError(f"--num_samples {self.num_samples}: all the same at --temperature 0: drop one of the two")
+        if self.num_samples > 1 and self.prompt is None and self.prompt_file is None:
+            raise UserError(f"--num_samples {self.num_samples}: goes with --prompt or --prompt_file")
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("--prompt and --prompt_file: give one of them")
         if self.prompt_file is not None and not Path(self.prompt_file).is_file():
@@ -79,6 +94,14 @@ def model_directory(name: str, stack: ExitStack) -> Path:
     return local_directory(name)
 
 
+def context_of(config: DecoderConfig) -> tuple[int, str]:
+    """(tokens of prompt and answer together, why): those that the model was trained on where the run recorded it."""
+    trained, most = config.others.get(TRAINED_CONTEXT), config.max_position_embeddings
+    if type(trained) is int and 0 < trained < most:
+        return trained, f"was trained on contexts of {trained:,}"
+    return most, f"reads {most:,}"
+
+
 class Generator:
     """A causal model of transformers with its tokenizer; samples as the flags say."""
 
@@ -94,6 +117,7 @@ class Generator:
         except (OSError, ValueError) as error:
             raise UserError(f"{where}: no decoder ({one_line(error)}); embed.py and score.py take ESM-2") from error
         check_supported(self.config, where)
+        self.context, self.reads = context_of(self.config)
         self.device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -125,27 +149,32 @@ class Generator:
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt)["input_ids"] or [self.tokenizer.eos_token_id]
         else:
-            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        longest = self.config.max_position_embeddings
-        if len(ids) >= longest:
-            raise UserError(f"the prompt has {len(ids):,} tokens, and the model reads {longest:,}: shorten it")
+            ids = self.tokenizer(render(self.tokenizer, prompt), add_special_tokens=False)["input_ids"]
+        if len(ids) >= self.context:
+            raise UserError(f"the prompt has {len(ids):,} tokens, and the model {self.reads}: shorten it")
         return torch.tensor([ids])
 
     def generate(self, prompt: str | list[dict[str, str]], seed: int, shows_prompt: bool) -> str:
         """The new text, which is also printed while it is generated."""
         args, ids = self.args, self.prompt_ids(prompt)
-        left = self.config.max_position_embeddings - ids.shape[1]
-        if left < args.max_new_tokens:
-            logger.warning("Only %d more tokens fit into the model's context", left)
+        left = self.context - ids.shape[1]
+        wanted = args.max_new_tokens or NEW_TOKENS
+        if left < wanted:
+            logger.log(
+                logging.WARNING if args.max_new_tokens else logging.INFO,
+                "Only %d more tokens fit into the model's context: it %s",
+                left,
+                self.reads,
+            )
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         if args.temperature:
-            sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+            top_k, top_p = TOP_K if args.top_k is None else args.top_k, 1.0 if args.top_p is None else args.top_p
+            sampling = {"do_sample": True, "temperature": args.temperature, "top_k": top_k, "top_p": top_p}
         torch.manual_seed(seed)
         found = self.model.generate(
             ids.to(self.device),
             attention_mask=torch.ones_like(ids).to(self.device),
-            max_new_tokens=min(args.max_new_tokens, left),
+            max_new_tokens=min(wanted, left),
             repetition_penalty=args.repetition_penalty,
             eos_token_id=self.end,
             pad_token_id=self.tokenizer.pad_token_id or 0,  # of one sequence nothing is padded

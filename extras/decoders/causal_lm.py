@@ -23,6 +23,7 @@ from common.training.protein_losses import Evaluation
 from common.training.run_logger import PlotLabels, step_line
 from common.training.task import Task
 from extras.decoders.causal_arguments import CausalArguments
+from extras.decoders.config import TRAINED_CONTEXT
 from extras.text.causal import causal_batches
 from extras.text.data import TextData, held_out_contexts, open_text
 from extras.text.tokenizers import check_vocabulary, open_tokenizer
@@ -47,7 +48,18 @@ class CausalLM(Task[CausalArguments, TextData]):
             check_vocabulary(self.tokenizer, self.built.config.vocab_size)
         # transformers' generate() stops there.
         self.built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
+        self._record_context(self.built.config.others)
         self.data = open_text(self.flags.data, self.world, evaluates, self.tokenizer)
+
+    def _record_context(self, others: dict) -> None:
+        """Of given weights, what they were trained on before counts; for a published model that is unknown."""
+        context = self.flags.data.max_seq_length
+        if self.flags.model.model_name_or_path:
+            before = others.pop(TRAINED_CONTEXT, None)
+            if type(before) is not int:
+                return
+            context = max(context, before)
+        others[TRAINED_CONTEXT] = context
 
     def example(self, tokens: int) -> Batch:
         """This rank's batch of a pack of so many random tokens, a document each context."""

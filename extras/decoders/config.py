@@ -21,6 +21,7 @@ from common.models.layers.hf_directory import check_heads, check_positive, check
 
 # model_type: transformers' class of the model
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
+TRAINED_CONTEXT = "trained_context"  # in an exported config.json: tokens of the longest context of its training
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.training.checkpoint_fixtures import shard
@@ -53,6 +54,7 @@ def test_run_without_final_model_stands_for_its_newest_whole_checkpoint(dataset,
 
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py"])
 def test_decoder_starts_from_a_run(tmp_path, script):
+    """final_model/ says on which contexts it was trained: now and before."""
     text, run = write_text(tmp_path / "text"), tmp_path / "run"
     train_decoder(text, run, checkpoint_freq=3, max_steps=3)
     sizes = ("hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -65,3 +67,8 @@ def test_decoder_starts_from_a_run(tmp_path, script):
     # its tokenizer, too
     train_decoder(text, tmp_path / "t", model_name_or_path=run, tokenizer="model", **flags)
     assert losses(tmp_path / "t") == found[0]
+    for width in (16, 48):
+        train_decoder(text, tmp_path / f"w{width}", model_name_or_path=run, **flags | {"max_context_width": width})
+    for out, context in ((run, 32), (tmp_path / "w16", 32), (tmp_path / "w48", 48)):
+        config = AutoConfig.from_pretrained(out / "final_model")
+        assert config.trained_context == context

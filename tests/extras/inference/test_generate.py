@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import generate as script
 from common.cli import UserError
 from common.models.esm2.config import esm2_config
+from extras.decoders.config import TRAINED_CONTEXT
 from extras.text.tokenizers import ByteTokenizer
 from tests.data_fixtures import call
 from tests.extras.decoders.test_model import stock_model, tiny
@@ -80,8 +81,23 @@ def test_generate_ends_at_the_end_of_the_text(said, model, tmp_path):
 
 def test_generate_stays_within_the_context(said, caplog):
     prompt = "x" * 46
-    assert len(said("--prompt", prompt, "--temperature", 0)) <= 46 + 2 + 1
+    assert len(said("--prompt", prompt, "--temperature", 0, "--max_new_tokens", 9)) <= 46 + 2 + 1
     assert "Only 2 more tokens fit" in caplog.text
+
+
+def test_generate_stays_within_the_contexts_of_the_training(said, model, tmp_path, caplog):
+    """As a run records them in config.json; transformers computes the same with that entry."""
+    directory = Path(shutil.copytree(model, tmp_path / "trained"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {TRAINED_CONTEXT: 16}))
+    assert len(said("--prompt", "x" * 14, "--temperature", 0, "--max_new_tokens", 9, model=directory)) <= 14 + 2 + 1
+    assert "Only 2 more tokens fit into the model's context: it was trained on contexts of 16" in caplog.text
+    with pytest.raises(UserError, match="the prompt has 16 tokens, and the model was trained on contexts of 16: sho"):
+        said("--prompt", "x" * 16, "--temperature", 0, model=directory)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        ours, theirs = (AutoModelForCausalLM.from_pretrained(each)(ids).logits for each in (directory, model))
+    assert torch.equal(ours, theirs)
 
 
 def test_generate_reads_prompts_of_a_file(said, tmp_path):
@@ -126,6 +142,10 @@ def test_generate_refuses_what_it_cannot_do(model, tmp_path):
         ("give one of them", model, "--prompt", "x", "--prompt_file", "y"),
         ("it has no prompt", model, "--prompt_file", tmp_path / "empty.txt"),
         ("must be at most 1", model, "--prompt", "x", "--top_p", 2),
+        ("--top_k: without effect at --temperature 0", model, "--prompt", "x", "--temperature", 0, "--top_k", 50),
+        ("--top_p: without effect at --temperature 0", model, "--prompt", "x", "--temperature", 0, "--top_p", 1),
+        ("all the same at --temperature 0", model, "--prompt", "x", "--temperature", 0, "--num_samples", 2),
+        ("--num_samples 2: goes with --prompt", model, "--num_samples", 2),
     ):
         with pytest.raises(UserError, match=message):
             call(script, "--model_name_or_path", named, "--use_cpu", *flags)
