@@ -139,8 +139,9 @@ def main() -> None:
     source = with_contents(source, args.train_split, args.val_split)
     made_from = describe(args, source, tokenizer)
     with building(Path(args.output_dir), ["text"], made_from, args.overwrite, args.verify) as build:
-        if build.paths:
-            tokenize(args, units_to_make(args, source, revision), tokenizer, build)
+        if not build.paths:
+            return
+        tokenize(args, units_to_make(args, source, revision), tokenizer, build)
     logger.info("Save complete")
 
 

@@ -168,6 +168,8 @@ def run(main: Callable[[], None], resumable: bool = False) -> None:
         _listen_to_sigterm()
     with user_errors(quiet=not is_first_on_node()):
         main()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # the work is done: the status says so
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _listen_to_sigterm() -> None:

@@ -279,6 +279,28 @@ def test_sigterm_in_a_destructor_still_stops():
     assert (done.returncode, done.stderr.count("\n")) == (143, 1), done.stderr
 
 
+SIGNALLED_AT_EXIT = """
+import atexit, os, signal
+from common.cli import run
+
+@atexit.register
+def stop():
+    os.kill(os.getpid(), signal.{signal})
+    for _ in range(100):  # a handler would run in here
+        pass
+
+run(lambda: print("done"), resumable={resumable})
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("resumable", [True, False])
+def test_signal_after_the_work_leaves_its_status(name, resumable):
+    program = SIGNALLED_AT_EXIT.format(signal=name, resumable=resumable)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 @pytest.mark.parametrize("in_container", [True, False])
 def test_denied_file_names_its_owner_and_the_user_to_run_as(tmp_path, monkeypatch, capsys, in_container):
     """A folder that docker run -v mounts often belongs to another user than the image's."""
