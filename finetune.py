@@ -17,7 +17,7 @@ import logging
 import math
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from extras.downstream.results import RESULTS
 from extras.downstream.splits import SPLITS
 from extras.downstream.tuned_card import card_of
 from extras.export import final_model_of, is_checkpoint
+from extras.prepare.relatives import say_relatives
+from extras.sources.proteins import ProteinFlags
 
 logger = logging.getLogger(__name__)
 RESAMPLES = 200  # of the held-out proteins, for the intervals
@@ -95,6 +97,10 @@ class Arguments(Flags):
     bf16: bool = flag(False, "Compute in bfloat16.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
     overwrite: bool = flag(False, "Start anew in OUTPUT_DIR.")
+    count_relatives: bool = flag(
+        True, "Say how many test proteins have a relative in training: by MMseqs2 where it is installed."
+    )
+    proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     def value(self, name: str) -> Any:
         """Of a flag of `SIZES` or `LORA`."""
@@ -263,15 +269,15 @@ def table_of(results: dict[str, Any]) -> str:
 def identity(args: Arguments) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model and data."""
     files = ("dataset", "fasta", "cluster_table")
-    free = {"output_dir", "overwrite", "use_cpu", "save_steps", "model_name_or_path", *files}
-    flags = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in free}
+    free = {"output_dir", "overwrite", "use_cpu", "save_steps", "model_name_or_path", "count_relatives", *files}
+    flags = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in {"proteins", *free}}
     for name in ("cluster_column", "cluster", "split_column"):
         if flags[name] is None:
             del flags[name]  # as in the outputs of earlier versions
     flags |= {name: args.value(name) for name in (*SIZES, *LORA)}
     data = {name: content_hash(getattr(args, name)) for name in files if getattr(args, name)}
     flags |= {"script": SCRIPT, "target_modules": targets_of(args)}
-    return flags | {"model": model_hash(str(args.model_name_or_path))} | data
+    return flags | args.proteins.given | {"model": model_hash(str(args.model_name_or_path))} | data
 
 
 def earlier_output(output: Path) -> Manifest | None:
@@ -319,6 +325,7 @@ def main() -> None:
         args.cluster,
         args.split_column,
         [f"--{name}" for name in SIZES if getattr(args, name) is not None],
+        args.proteins,
     )
     contradicting = contradictions(label_items(task, examples), f"--dataset {args.dataset}")
     output = Path(str(args.output_dir))
@@ -337,6 +344,8 @@ def tune(
     classes = f" of {len(task.classes)} classes" if task.classes else ""
     shown = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     logger.info("%s%s (--problem_type): %s", task.name.replace("_", " "), classes, shown)
+    sides = {name: [each.residues for each in examples if each.split == name] for name in SPLITS}
+    related = say_relatives(sides["test"], sides["train"]) if args.count_relatives else None
     model = make_model(args, task)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
     with writing(output.directory):
@@ -374,6 +383,7 @@ def tune(
         "counts": counts,
         "intervals": {"over": over} | groups,
         "contradicting_labels": contradicting,
+        "relatives": related,
         "best_epoch": tuning.progress.best_epoch,
         "validation": validation,
         "test": test,

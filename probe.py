@@ -18,7 +18,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from common.cli import UserError, one_line, run
 from common.distributed.world import World
 from common.files.json_files import content_hash
-from common.flags import Flags, Missing, flag, parse_arguments
+from common.flags import Flags, Missing, flag, flat, parse_arguments
 from common.models.layers.hf_directory import model_hash
 from extras.downstream.groups import Clustering, groups_of
 from extras.downstream.labels import place_of, read_rows, sequences_of, usable_rows
@@ -41,7 +41,8 @@ from extras.downstream.results import RESULTS, to_open
 from extras.export import exported
 from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 from extras.inference.encoder import part_path
-from extras.sources.proteins import proteins_of
+from extras.prepare.relatives import say_relatives
+from extras.sources.proteins import ProteinFlags, proteins_of
 
 logger = logging.getLogger(__name__)
 POSITION = "position"  # column
@@ -77,6 +78,10 @@ class Arguments(Flags):
     use_cpu: bool = flag(False, "With --model_name_or_path: compute on the CPU even where there is a GPU.")
     probe: str | None = flag(None, "Default: ridge for numbers, logistic for classes.", choices=PROBES)
     overwrite: bool = flag(False, "Replace an earlier output there; other files in OUTPUT_DIR stay.")
+    count_relatives: bool = flag(
+        True, "Say how many test proteins have a relative in training: by MMseqs2 where it is installed."
+    )
+    proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     @property
     def clustering(self) -> Clustering:
@@ -116,6 +121,7 @@ def embeddings_of(args: Arguments, ids: set[str], per_residue: bool) -> dict[str
             per_residue=per_residue,
             bf16=args.bf16,
             use_cpu=args.use_cpu,
+            proteins=args.proteins,
         )
         embed_all(flags, World.from_environment(args.use_cpu))
         return read_embeddings(replace(args, embeddings=directory), ids)
@@ -170,7 +176,7 @@ def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
                 found[name] = (
                     values.flatten().to_numpy().reshape(len(values), -1) if per_residue else values.to_numpy()
                 )
-    proteins = sum(1 for _ in proteins_of(str(args.fasta)))
+    proteins = sum(1 for _ in proteins_of(str(args.fasta), args.proteins))
     if rows != proteins or found.keys() != ids:
         raise UserError(
             f"--embeddings {args.embeddings}: of {rows:,} proteins, --fasta {args.fasta} has {proteins:,}: the "
@@ -212,7 +218,7 @@ def labelled_proteins(args: Arguments) -> tuple[list[Labelled], list[np.ndarray 
     where = f"--labels {args.labels}"
     named = (args.id_column, args.label_column, args.split_column, args.cluster_column)
     rows = read_rows(str(args.labels), where, [name for name in named if name])
-    sequences = sequences_of(rows, args.label_column, args.fasta, where, args.id_column)
+    sequences = sequences_of(rows, args.label_column, args.fasta, where, args.id_column, args.proteins)
     proteins = {row[args.id_column]: sequence for row, sequence in zip(rows, sequences, strict=True)}
     rows, splits = usable_rows(rows, sequences, args.label_column, args.split_column, None, where)
     has_positions = POSITION in rows[0]
@@ -250,7 +256,8 @@ def table_of(results: dict[str, dict[str, list[float | None]]]) -> str:
 
 def identity(args: Arguments) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model and data."""
-    free = {"output_dir", "overwrite", "use_cpu", "model_name_or_path", "embeddings", *FILES}
+    free = {"output_dir", "overwrite", "use_cpu", "model_name_or_path", "embeddings", "count_relatives", "proteins"}
+    free |= {*FILES}
     flags = {name: value for name, value in asdict(args).items() if name not in free}
     if args.embeddings:
         flags["embeddings"] = facts_of(parts_of(args.embeddings)[0])
@@ -259,14 +266,24 @@ def identity(args: Arguments) -> dict[str, Any]:
     return (
         {"script": "probe.py"}
         | flags
+        | args.proteins.given
         | {name: content_hash(getattr(args, name)) for name in FILES if getattr(args, name)}
     )
 
 
+def related(proteins: list[Labelled], examples: Examples, about: list[dict[str, Any]]) -> dict[str, Any]:
+    """As `say_relatives`, of the held-out proteins and the others."""
+    held_out = {about[place]["id"] for place in np.flatnonzero(examples.test)}
+    test, others = (
+        [each.sequence for each in proteins if (each.name in held_out) == is_test] for is_test in (True, False)
+    )
+    return say_relatives(test, others)
+
+
 def write(
-    args: Arguments, output: Output, examples: Examples, about: list[dict[str, Any]], contradictions: dict[str, Any]
+    args: Arguments, output: Output, examples: Examples, about: list[dict[str, Any]], more: dict[str, Any]
 ) -> None:
-    """Fit, evaluate and write."""
+    """Fit, evaluate and write. more: for results.json."""
     found, predictions = evaluate(examples, args.probe)
     test = np.flatnonzero(examples.test)
     counts = {"train": int((~examples.test).sum()), "test": len(test)}
@@ -280,8 +297,8 @@ def write(
                 writer.writerow(about[place] | {"label": examples.labels[place], "prediction": prediction})
         hashes = {name: content_hash(getattr(args, name)) for name in ("fasta", "labels")}
         intervals = {"over": over, "test": held_out}
-        content = found | {"counts": counts, "intervals": intervals, "contradicting_labels": contradictions}
-        content |= {"arguments": asdict(args), "hashes": hashes}
+        content = found | {"counts": counts, "intervals": intervals} | more
+        content |= {"arguments": flat(args), "hashes": hashes}
         (partial / RESULTS).write_text(json.dumps(content, indent=2) + "\n")
     print(table_of(found))
     labels = f"{counts['train']:,}", f"{counts['test']:,}"
@@ -302,7 +319,9 @@ def main() -> None:
             where = f"--labels {args.labels}"
             proteins, embedded = labelled_proteins(replace(args, model_name_or_path=model))
             examples, about = examples_of(proteins, embedded, args.probe, where)
-            write(args, output, examples, about, contradicting(proteins, examples, about, where))
+            more = {"contradicting_labels": contradicting(proteins, examples, about, where)}
+            more["relatives"] = related(proteins, examples, about) if args.count_relatives else None
+            write(args, output, examples, about, more)
 
 
 if __name__ == "__main__":

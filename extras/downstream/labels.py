@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from common.cli import UserError
-from common.models.esm2.alphabet import encode
+from common.models.esm2.alphabet import TOKENS, UNK, encode
 from extras.downstream.groups import Clustering, groups_of
 from extras.downstream.metrics import log_undefined
 from extras.downstream.splits import SPLITS, check_sides, given_splits, split_of
 from extras.inference.mutation_tables import is_missing
 from extras.inference.mutation_tables import read_rows as read_table
-from extras.sources.proteins import normalised, read_proteins
+from extras.sources.proteins import ProteinFlags, normalised, read_proteins
 
 logger = logging.getLogger(__name__)
 TASKS = ("regression", "classification", "token_regression", "token_classification")
@@ -37,6 +37,10 @@ class Example:
     target: Any
     split: str
     group: str
+
+    @property
+    def residues(self) -> str:
+        return "".join(TOKENS[number] if number != UNK else "X" for number in self.ids[1:-1].tolist())
 
     def labelled(self) -> np.ndarray:
         """The labels that there are, one-dimensional."""
@@ -194,17 +198,24 @@ def usable_rows(
 
 
 def sequences_of(
-    rows: Sequence[dict[str, str]], label_column: str, fasta: str | None, where: str, id_column: str = "id"
+    rows: Sequence[dict[str, str]],
+    label_column: str,
+    fasta: str | None,
+    where: str,
+    id_column: str = "id",
+    flags: ProteinFlags | None = None,
 ) -> list[str]:
     """The normalised residues of each row: of its id in a FASTA file, else its column `sequence`; "" if it has none.
 
-    A row without a label may have any text or id. UserError for an unknown id, for text that is no protein, and for a
+    A row without a label may have any text or id; words like NA are no sequence. flags: of gaps and bad records of the
+    FASTA file. UserError for an unknown id, for text that is no protein, and for a
     `sequence` that is not that of the id.
     """
-    proteins, found = read_proteins(fasta) if fasta else {}, []
+    proteins, found = read_proteins(fasta, flags=flags) if fasta else {}, []
     for row in rows:
         place, text = place_of(row, where), row.get("sequence", "").strip()
-        own = normalised(text, place) if text and has_label(row[label_column], len(text)) else ""
+        known = not is_missing(text) and has_label(row[label_column], len(text))
+        own = normalised(text, place) if known else ""
         if fasta:
             name = row[id_column]
             if name not in proteins and has_label(row[label_column]):
@@ -256,21 +267,22 @@ def read_examples(
     cluster: float | None = None,
     split_column: str | None = None,
     flags: Sequence[str] = (),
+    proteins: ProteinFlags | None = None,
 ) -> tuple[TaskSpec, list[Example]]:
     """The task and the labelled proteins of a CSV file; sequences are in its column `sequence` or in a FASTA file.
 
     Splits as of `given_splits`; rows whose field is empty are left out. Without them, and for the validation split
     that they lack, `split_of`. longest: residues of a sequence; cluster_column, cluster_table, cluster: as of
-    `Clustering`; flags: of --validation_size and --test_size those that the user gave. UserError, naming the row, for
-    what does not fit; for a sequence or cluster in two splits; for a split without labels, or with a class that is not
-    trained on; for one of `flags` that has no effect.
+    `Clustering`; flags: of --validation_size and --test_size those that the user gave; proteins: as of
+    `sequences_of`. UserError, naming the row, for what does not fit; for a sequence or cluster in two splits; for a
+    split without labels, or with a class that is not trained on; for one of `flags` that has no effect.
     """
     where, clustering = f"--dataset {path}", Clustering(cluster_column, cluster_table, cluster)
     needed = ("id",) if fasta else ("id", "sequence") if cluster_table else ("sequence",)
     wanted = (label_column, *needed, cluster_column, split_column)
     rows = read_rows(path, where, [name for name in wanted if name])
     rows = [{name: value.strip() for name, value in row.items()} for row in rows]
-    sequences = sequences_of(rows, label_column, fasta, where)
+    sequences = sequences_of(rows, label_column, fasta, where, flags=proteins)
     rows = [row | {"sequence": sequence} for row, sequence in zip(rows, sequences, strict=True)]
     rows, given = usable_rows(rows, sequences, label_column, split_column, problem_type, where)
     places, sequences = [place_of(row, where) for row in rows], [row["sequence"] for row in rows]

@@ -88,6 +88,24 @@ def _search(queries: list[str], identity: float, scratch: Path, threads: int) ->
     return sorted({int(line) for line in hits.read_text().split()})
 
 
+def say_relatives(test: Iterable[str], training: Iterable[str]) -> dict:
+    """Count, log and return for results.json how many different test proteins have a relative in training:
+    {"proteins", "with_relative", "by", "identity", "coverage"}; of at most SAMPLE, in the order of the alphabet."""
+    proteins = sorted(set(test))
+    with TemporaryDirectory(prefix="relatives-") as scratch:
+        threads = len(os.sched_getaffinity(0))
+        made = relatives(proteins[:SAMPLE], sorted(set(training)), IDENTITY, Path(scratch), threads)
+    number, sampled = int(made.found.sum()), len(made.found)
+    _log("test", number, sampled, len(proteins), made.by, IDENTITY)
+    return {
+        "proteins": sampled,
+        "with_relative": number,
+        "by": made.by,
+        "identity": IDENTITY if made.by == SEARCH else None,
+        "coverage": COVERAGE if made.by == SEARCH else None,
+    }
+
+
 def count_relatives(arrow: Path, splits: Sequence[str], identity: float, scratch: Path, threads: int) -> dict:
     """Count, log and return for the record of step 1's output.
 
