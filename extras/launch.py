@@ -102,7 +102,11 @@ def _forward_signal(number: int, frame) -> None:
 
 
 def _children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    children: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended since: a signal handler must not raise
+            children += map(int, (task / "children").read_text().split())
+    return children
 
 
 def _shell_status(exitcode: int) -> int:

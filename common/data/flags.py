@@ -13,7 +13,7 @@ from common.data.packs_per_step import PacksPerStep
 from common.flags import Flags, Missing, flag, with_flags
 
 if TYPE_CHECKING:  # the scripts that prepare data read --max_record_length, and need no torch
-    import torch
+    from common.distributed.world import World
 
 NAMED = re.compile(r"[A-Za-z]\w*=")  # of a held-out set
 # First words of an evaluation's results, which the name of a held-out set may not be.
@@ -94,12 +94,13 @@ class StepFlags(Flags):
         """Most tokens of an evaluation's pack."""
         return self.per_device_eval_batch_size * self.max_seq_length
 
-    def loading(self, device: torch.device) -> dict[str, Any]:
-        """The data loader's worker settings for this device."""
+    def loading(self, world: World) -> dict[str, Any]:
+        """The data loader's worker settings in this process."""
         return {
             "num_workers": self.dataloader_num_workers,
             "prefetch_factor": self.dataloader_prefetch_factor,
-            "pin_memory": self.dataloader_pin_memory and device.type == "cuda",
+            "pin_memory": self.dataloader_pin_memory and world.device.type == "cuda",
+            "stop": world.stop,
         }
 
     def check(self) -> None:

@@ -6,29 +6,22 @@ and any number of workers gives the same batches. A step's batches travel from a
 
 from __future__ import annotations
 
-import atexit
-import gc
-import os
-import signal
-import sys
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict
-from functools import partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from common.cli import UserError, one_line
-from common.compat import stop_loader_workers
+from common.cli import UserError
 from common.data.collators import Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep
-from common.distributed.stopping import die_with_parent
+from common.data.workers import deliver
+from common.distributed.stopping import StopRequest
 from common.distributed.world import Mesh
 
 ALIGNMENT = 64  # bytes, of the tensors in a bundle
@@ -39,78 +32,6 @@ def this_worker() -> tuple[int, int]:
     """Number of this worker process, and how many there are."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
-
-
-def deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, pin_memory: bool) -> Iterator:
-    """The dataset's items in order. DataLoader reads its workers in turn, and they build the steps in turn."""
-    if num_workers == 0:
-        yield from DataLoader(dataset, batch_size=None, collate_fn=_identity, pin_memory=pin_memory)
-        return
-    loader = DataLoader(
-        _ErrorsAsItems(dataset),
-        batch_size=None,
-        collate_fn=_identity,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-        pin_memory=pin_memory,
-        worker_init_fn=partial(_ignore_signals, os.getpid()),
-        # A fork is cheap (the data are memory-mapped), but unsafe where system libraries start threads (macOS).
-        multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
-    )
-    iterator = iter(loader)
-    # Workers ignore SIGTERM, by which Python ends remaining workers at exit: stop them earlier.
-    alive = weakref.ref(iterator)
-    stop = atexit.register(lambda: _stop_workers(alive()))
-    try:
-        for item in iterator:
-            if isinstance(item, UserError):
-                raise item
-            yield item
-    except (OSError, EOFError) as error:
-        if isinstance(error, OSError) and error.errno is None:
-            raise  # raised in a worker and passed on by DataLoader
-        # A worker died while it sent a tensor, which must not be reported as bad input.
-        raise RuntimeError(f"a DataLoader worker is gone ({one_line(error)})") from error
-    finally:
-        atexit.unregister(stop)
-        _stop_workers(iterator)
-
-
-class _ErrorsAsItems(IterableDataset):
-    """The dataset's items; a UserError is one of them, since DataLoader would add a worker's traceback to it."""
-
-    def __init__(self, dataset: IterableDataset):
-        self.dataset = dataset
-
-    def __iter__(self):
-        try:
-            yield from self.dataset
-        except UserError as error:
-            yield error
-
-
-def _identity(item):
-    return item
-
-
-def _ignore_signals(parent: int, worker_id: int) -> None:
-    """Schedulers signal the whole process group, but the main process needs its workers to finish a step and save."""
-    die_with_parent(parent)
-    gc.enable()  # the main process may have disabled it
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _hide_lost_connection
-
-
-def _hide_lost_connection(kind, error, stack) -> None:
-    """No traceback if the main process, stopped by a signal, closes the connection while a batch is being sent."""
-    if not issubclass(kind, ConnectionError | EOFError):
-        sys.__excepthook__(kind, error, stack)
-
-
-def _stop_workers(iterator) -> None:
-    if iterator is not None:
-        stop_loader_workers(iterator)
 
 
 def bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
@@ -269,13 +190,14 @@ class TrainLoader:
         num_workers: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
+        stop: StopRequest | None = None,
     ):
         check_divisible(order.packs_per_step, mesh.dp_size)
         position = position or {}
         order.check_position(position)
         self.position = dict(order.own(position, mesh))
         self._steps = _Steps(order, collator, mesh, first_step, self.position, num_steps)
-        self._workers = (order.most_workers(num_workers), prefetch_factor, pin_memory)
+        self._workers = (order.most_workers(num_workers), prefetch_factor, pin_memory, stop)
 
     def __iter__(self) -> Generator[TrainStep, None, None]:
         for bundled, (step, moved, epoch) in deliver(self._steps, *self._workers):
@@ -291,6 +213,7 @@ def evaluation_batches(
     num_workers: int = 0,
     prefetch_factor: int = 2,
     pin_memory: bool = False,
+    stop: StopRequest | None = None,
 ) -> Generator[Batch, None, None]:
     """One data rank's batches of a whole split: epoch 0 of `plan` (shuffle=False), round-robin over the ranks.
 
@@ -299,7 +222,7 @@ def evaluation_batches(
     generator is closed.
     """
     split = _Split(store, plan, collator, mesh)
-    for bundled in deliver(split, num_workers, prefetch_factor, pin_memory):
+    for bundled in deliver(split, num_workers, prefetch_factor, pin_memory, stop):
         yield from unbundle(bundled)
 
 

@@ -266,4 +266,4 @@ def held_out_batches(flags: DataFlags, store: ProteinStore, collator: Collator, 
     if flags.packing:  # results do not depend on the size
         size = {"tokens_per_pack": flags.held_out_tokens}
     plan = BatchPlan(store.lengths, len(store), EVAL_SEED, flags.max_seq_length, **size, shuffle=False)
-    return evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world.device))
+    return evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world))

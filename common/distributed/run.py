@@ -268,7 +268,7 @@ def _init_process_group(world: World) -> None:
         host, port = store_host(), int(os.environ["MASTER_PORT"])
         options = {"world_size": world.size, "wait_for_workers": True, "timeout": timeout}
         store = serve_store(host, port, **options) if world.is_main else join_store(host, port, **options)
-    world.watch = Watch(world.rank, world.size, store, timeout_s, lambda: world.stop.signalled).start()
+    world.watch = Watch(world.rank, world.size, store, timeout_s, lambda: world.stop.requested).start()
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 

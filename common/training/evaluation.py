@@ -136,13 +136,14 @@ def held_out_results(
             world.watch.mark("evaluation", step)
             batch, failure = None, None
             try:
-                batch = next(batches, None)
+                batch = world.stop.next_unless_stopped(batches, None)
             except Exception as error:  # the other ranks wait in the all-reduce below
                 failure = error
             stop, failed = world.max(torch.tensor([int(world.stop.requested), int(failure is not None)])).tolist()
             if failed:
                 world.raise_on_all(failure)
             if stop:
+                world.stop.agreed()
                 return Evaluation({})
             if batch is None:  # on all ranks at once
                 break

@@ -96,6 +96,8 @@ class StepPrefetcher:
         *counts, stop, failed = self._sums
         if failed:
             self._world.raise_on_all(self._failure)
+        if stop:
+            self._world.stop.agreed()
         data, self._data, self._sums = self._data, None, []
         return (None if stop else data), StepCounts(*counts)
 

@@ -135,7 +135,7 @@ class Task(ABC, Generic[Arguments, Data]):
             step,
             position,
             num_steps=None if last_step is None else max(0, last_step - step),
-            **self.flags.data.loading(self.world.device),
+            **self.flags.data.loading(self.world),
         )
 
     @staticmethod

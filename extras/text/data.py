@@ -150,7 +150,7 @@ def held_out_contexts(
     number of contexts)."""
     size = (flags.max_seq_length, flags.per_device_eval_batch_size)
     plan = ContextPlan(store, EVAL_SEED, *size, shuffle=False, most_contexts=flags.held_out_contexts)
-    batches = evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world.device))
+    batches = evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world))
     return batches, plan.num_contexts
 
 

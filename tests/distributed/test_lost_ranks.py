@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from common.data.loader import deliver
+from common.data.workers import deliver
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.stopping import die_with_parent
 from tests.live_runs import is_running, wait_until

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.data.loader import deliver
+from common.data.workers import deliver
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.training.run_directory import clear
