@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from common.data.workers import deliver
+from common.distributed import stopping
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.stopping import die_with_parent
+from common.distributed.stopping import StopRequest, die_with_parent, stop_with_launcher
 from tests.live_runs import is_running, wait_until
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
@@ -79,6 +81,44 @@ def _die_before_the_child_looks(told) -> None:
     told.send(os.getpid())
     die_with_parent(parent)
     time.sleep(3600)
+
+
+def _launch_rank_that_is_stuck(told, acts: bool) -> None:
+    """acts: on the signal that its launcher's death sends; it is stuck only when it exits, after a long save."""
+    if os.fork():
+        time.sleep(3600)  # the launcher, until it is killed
+    launcher, os.environ["TORCHELASTIC_RUN_ID"], stopping.ORPHAN_S = os.getppid(), "job", 0.5
+    stop_with_launcher()
+    stop = StopRequest()
+    stop.save_first()
+    stop.install_handlers()
+    told.send(os.getpid())
+    if acts:
+        wait_until(lambda: stop.requested)
+        stop.agreed()
+        time.sleep(3 * stopping.ORPHAN_S)
+        told.send(os.getppid() != launcher)
+        stop.ignore()
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_rank_without_launcher_ends_though_its_main_thread_is_stuck(acts):
+    listener, told = multiprocessing.get_context("fork").Pipe(duplex=False)
+    launcher = multiprocessing.get_context("fork").Process(target=_launch_rank_that_is_stuck, args=(told, acts))
+    launcher.start()
+    rank = listener.recv()
+    try:
+        launcher.kill()
+        launcher.join()
+        if acts:
+            assert listener.recv(), "it saved without its launcher"
+        assert wait_until(lambda: not is_running(rank), poll=0.05)
+    finally:
+        if is_running(rank):
+            os.kill(rank, signal.SIGKILL)
 
 
 def test_exit_with_error_after_nccl_error_joins_no_other_thread(tmp_path):

@@ -162,3 +162,24 @@ def test_soak_killed_and_resharded_is_same_run(dataset, tmp_path, rounds, genera
         assert rounding < ROUNDING
         assert steps_apart > 30 * ROUNDING, "the bound would not tell that a step is missing"
     assert apart < ROUNDING
+
+
+def test_soak_stopped_after_resume_ends_and_saves(dataset, tmp_path, rounds, generator):
+    """SIGTERM within two seconds of "Resuming after": workers are forked, the first batches and steps are made.
+
+    The long form: --soak-rounds 100.
+    """
+    out = tmp_path / "out"
+    flags = {"max_steps": 100_000, "save_steps": 100_000, "save_total_limit": 1, "dataloader_num_workers": 2}
+    flags |= {"per_device_train_batch_size": 1, "save_final_model": False}
+    train(dataset, out, **flags, stop_at_step=1)
+    for number in range(rounds or 3):
+        reached, delay = newest_step(out), generator.choice((0.12, 2.0)) * generator.random()
+        with LiveRun(dataset, out, tmp_path / "logs", **flags) as run:
+            run.until_said("Resuming after")
+            time.sleep(delay)
+            run.signal(signal.SIGTERM)
+            assert run.end() == [PREEMPTED], run.said()
+        assert "Traceback" not in run.said()
+        print(f"round {number}: {delay:.3f} s after it resumed; step {reached} -> {newest_step(out)}", flush=True)
+    assert_each_step_once(out, newest_step(out))
