@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,6 +25,7 @@ from common.compat import stop_loader_workers
 from common.distributed.stopping import StopRequest, die_with_parent, ignore_signals, signals_blocked
 
 CHECK_S = 0.1  # how often a wait for a worker looks for a stop signal
+JOIN_S = 2.0  # that a worker has for the item after the last one that is wanted
 
 
 def deliver(
@@ -53,10 +55,11 @@ def deliver(
     alive = weakref.ref(iterator)
     at_exit = atexit.register(lambda: _stop_workers(alive()))
     try:
-        for item in _fetched(iterator, stop):
-            if isinstance(item, UserError):
-                raise item
-            yield item
+        with closing(_fetched(iterator, stop)) as items:
+            for item in items:
+                if isinstance(item, UserError):
+                    raise item
+                yield item
     except (OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is None:
             raise  # raised in a worker and passed on by DataLoader
@@ -67,8 +70,8 @@ def deliver(
         _stop_workers(iterator)
 
 
-def _fetched(iterator: Iterator, stop: StopRequest | None) -> Iterator:
-    """The items of a DataLoader's iterator, fetched by a thread.
+def _fetched(iterator: Iterator, stop: StopRequest | None) -> Generator:
+    """The items of a DataLoader's iterator, fetched by a thread, one ahead.
 
     Its `next` asks a worker for the file that holds a tensor, without a timeout. If the worker hangs, the thread is
     left behind; it ends when the worker is killed.
@@ -83,18 +86,21 @@ def _fetched(iterator: Iterator, stop: StopRequest | None) -> Iterator:
             except BaseException as error:
                 fetched.put((None, error))
 
-    threading.Thread(target=fetch, name="batch fetcher", daemon=True).start()
+    thread = threading.Thread(target=fetch, name="batch fetcher", daemon=True)
+    thread.start()
+    asked.put(True)
     try:
         while True:
-            asked.put(True)
             item, error = _when_there(fetched, stop)
             if isinstance(error, StopIteration):
                 return
             if error is not None:
                 raise error
+            asked.put(True)
             yield item
     finally:
         asked.put(False)
+        thread.join(JOIN_S)
 
 
 def _when_there(queue: SimpleQueue, stop: StopRequest | None) -> Any:
