@@ -39,7 +39,7 @@ from extras.downstream.results import RESULTS
 from extras.downstream.splits import SPLITS
 from extras.downstream.tuned_card import card_of
 from extras.export import final_model_of, is_checkpoint
-from extras.prepare.relatives import say_relatives
+from extras.prepare.relatives import HELP, say_relatives
 from extras.sources.proteins import ProteinFlags
 
 logger = logging.getLogger(__name__)
@@ -97,9 +97,7 @@ class Arguments(Flags):
     bf16: bool = flag(False, "Compute in bfloat16.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
     overwrite: bool = flag(False, "Start anew in OUTPUT_DIR.")
-    count_relatives: bool = flag(
-        True, "Say how many test proteins have a relative in training: by MMseqs2 where it is installed."
-    )
+    count_relatives: bool = flag(True, HELP)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     def value(self, name: str) -> Any:

@@ -41,7 +41,7 @@ from extras.downstream.results import RESULTS, to_open
 from extras.export import exported
 from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 from extras.inference.encoder import part_path
-from extras.prepare.relatives import say_relatives
+from extras.prepare.relatives import HELP, say_relatives
 from extras.sources.proteins import ProteinFlags, proteins_of
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,7 @@ class Arguments(Flags):
     use_cpu: bool = flag(False, "With --model_name_or_path: compute on the CPU even where there is a GPU.")
     probe: str | None = flag(None, "Default: ridge for numbers, logistic for classes.", choices=PROBES)
     overwrite: bool = flag(False, "Replace an earlier output there; other files in OUTPUT_DIR stay.")
-    count_relatives: bool = flag(
-        True, "Say how many test proteins have a relative in training: by MMseqs2 where it is installed."
-    )
+    count_relatives: bool = flag(True, HELP)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     @property

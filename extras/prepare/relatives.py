@@ -32,6 +32,7 @@ from extras.prepare.splits import SPLITS
 logger = logging.getLogger(__name__)
 IDENTITY = 0.5  # of UniRef50's clusters
 SEARCHED = 100_000  # training proteins, without --cluster: a minute or two
+HELP = "Say how many test proteins have a relative in training: by MMseqs2 where it is installed."
 SAMPLE = 1_000  # held-out proteins: the standard error of their share is at most 1.6 %
 SEARCH, COPIES = "MMseqs2 search", "exact copies"
 LETTERS = np.frombuffer("".join(token if len(token) == 1 else "X" for token in TOKENS).encode(), np.uint8)
