@@ -48,8 +48,9 @@ def command(name: str, *argv) -> list[str]:
 
 
 def _quick(script: str, argv: tuple) -> tuple[str, ...]:
-    """Step 1 without its search of relatives, two seconds of MMseqs2, but in the tests of that."""
-    return ("--count_relatives", "False") if "uniref" in script and "--count_relatives" not in argv else ()
+    """Without the search of relatives, two seconds of MMseqs2, but in the tests of that."""
+    searches = any(name in script for name in ("uniref", "probe", "finetune"))
+    return ("--count_relatives", "False") if searches and "--count_relatives" not in argv else ()
 
 
 def environment() -> dict:

@@ -190,7 +190,8 @@ def test_probe_holds_out_whole_clusters(embedded, fasta, proteins, stock, tmp_pa
 
 
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="no mmseqs")
-def test_probe_clusters_by_mmseqs(model, tmp_path):
+def test_probe_clusters_by_mmseqs_and_counts_relatives(model, tmp_path, caplog):
+    caplog.set_level("INFO")
     generator = np.random.default_rng(0)
     letters = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
     members = []
@@ -203,10 +204,26 @@ def test_probe_clusters_by_mmseqs(model, tmp_path):
     call_embed(model, fasta, tmp_path / "embedded")
     table = [(name, float(n)) for n, (name, _) in enumerate(members)]
     labels = write_table(tmp_path / "labels.csv", ["id", "label"], table)
-    _, found = probe(tmp_path / "embedded", fasta, labels, tmp_path / "out", "--cluster", 0.5)
+    flags = ("--cluster", 0.5, "--count_relatives", "True")
+    results, found = probe(tmp_path / "embedded", fasta, labels, tmp_path / "out", *flags)
     held_out = [row["id"].split("_")[0] for row in found]
     assert held_out
     assert all(held_out.count(family) == 2 for family in held_out)
+    assert results["relatives"] == {
+        "proteins": len(found),
+        "with_relative": 0,
+        "by": "MMseqs2 search",
+        "identity": 0.5,
+        "coverage": 0.8,
+    }
+    # 20 families with a member on each side, 10 that are held out whole.
+    sides = ["test" if n < 40 and n % 2 or n >= 100 else "train" for n in range(120)]
+    split = [(*row, side) for row, side in zip(table, sides, strict=True)]
+    labels = write_table(tmp_path / "split.csv", ["id", "label", "split"], split)
+    results, found = probe(tmp_path / "embedded", fasta, labels, tmp_path / "split", *flags[2:])
+    assert len(found) == 40
+    assert results["relatives"]["with_relative"] == 20
+    assert "test: 20 of 40 proteins have a relative in train (MMseqs2 search, " in caplog.text
 
 
 @pytest.fixture(scope="module")
