@@ -44,6 +44,8 @@ COUPLED = {(0, 1): 2.0, (1, 2): 1.6, (2, 3): 2.0, (4, 5): 2.0, (5, 6): 1.6, (6, 
 COUPLED |= {(0, 4): 2.0, (1, 5): -2.8, (2, 6): 2.8, (3, 7): -2.0}
 POTTS_MEMBERS, POTTS_STRUCTURES = 16000, 5  # of each family; the second are further ones
 
+SEQRES_NAMES = 13  # in a line of the PDB format
+
 
 def letters(residues: np.ndarray) -> str:
     """residues: indices into RESIDUES."""
@@ -52,10 +54,12 @@ def letters(residues: np.ndarray) -> str:
 
 def pdb_text(residues: np.ndarray, beta: np.ndarray, outward: np.ndarray) -> str:
     """A PDB file of one chain: each residue's C-beta at beta [L, 3] (glycine's C-alpha), its C-alpha at
-    beta + outward [L, 3]; angstrom."""
+    beta + outward [L, 3]; angstrom. SEQRES says that no residue is missing, however far apart C-alphas are."""
     from gemmi import ResidueKind, expand_one_letter_sequence
 
     names = expand_one_letter_sequence(letters(residues), ResidueKind.AA)
+    named = [names[first : first + SEQRES_NAMES] for first in range(0, len(names), SEQRES_NAMES)]
+    head = [f"SEQRES {n:3d} A {len(names):4d}  {' '.join(part)}" for n, part in enumerate(named, 1)]
     lines: list[str] = []
     for i, name in enumerate(names):
         atoms = [("CA", beta[i])] if name == "GLY" else [("CA", beta[i] + outward[i]), ("CB", beta[i])]
@@ -64,7 +68,7 @@ def pdb_text(residues: np.ndarray, beta: np.ndarray, outward: np.ndarray) -> str
                 f"ATOM  {len(lines) + 1:5d}  {atom:3} {name} A{i + 1:4d}    {x:8.3f}{y:8.3f}{z:8.3f}"
                 "  1.00  0.00           C"
             )
-    return "\n".join([*lines, "TER", "END", ""])
+    return "\n".join([*head, *lines, "TER", "END", ""])
 
 
 def make_coil(generator: np.random.Generator) -> tuple[np.ndarray, int]:

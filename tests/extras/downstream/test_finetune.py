@@ -64,7 +64,8 @@ def table(tmp_path_factory):
 
 def flags_of(model, table, out, **flags):
     words = [f"--{name}={value}" for name, value in flags.items()]
-    return ["--model_name_or_path", model, "--dataset", table, "--output_dir", out, "--use_cpu", *words]
+    given = ["--model_name_or_path", model, "--dataset", table, "--output_dir", out]
+    return [*given, "--use_cpu", "--count_relatives", "False", *words]
 
 
 def tuning_of(untrained, table, dropout=0.0, **settings) -> FineTuning:

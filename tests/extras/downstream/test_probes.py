@@ -533,7 +533,10 @@ def test_run_evaluates_probes_as_probe_py_does_on_its_export(dataset, proteins, 
     [
         ("text,label\nMKV,1\n", "no column 'sequence'"),
         ("sequence,label\nMKVLAG,1\n", "labels.csv: 1 labels in the training part"),
-        ("sequence,label\n0123456789,1\n", "row 2: 100% of the characters are not residues"),
+        (
+            "sequence,label\n0123456789,1\n",
+            "row 2: the sequence '0123456789' has 10 characters of 10 that are not residues",
+        ),
     ],
 )
 def test_run_refuses_a_table_before_it_trains(dataset, tmp_path, content, said):

@@ -13,8 +13,8 @@ import transformers
 
 from tests.data_fixtures import call, load_script, proteins, write_fasta
 from tests.extras import encoder_runs
+from tests.extras.downstream.tables import write_table
 from tests.extras.downstream.test_mutations import write_gym
-from tests.extras.downstream.test_probes import write_labels
 from tests.extras.encoder_runs import results
 from tests.extras.inference.embed_fixtures import call_embed
 from tests.live_runs import LiveRun, assert_same_run, newest_step
@@ -32,7 +32,7 @@ def alone(dataset, tmp_path_factory):
     directory = tmp_path_factory.mktemp("esmc")
     out, table = directory / "run", write_gym(directory / "gym.csv")
     probed = [(text, share_of(text, "AILMV")) for _, text in PROTEINS]
-    write_labels(directory / "probe.csv", ["sequence", "label"], probed)
+    write_table(directory / "probe.csv", ["sequence", "label"], probed)
     train(dataset, out, do_eval=True, eval_mutations=table, eval_probe=directory / "probe.csv", **RUN)
     return out
 
@@ -73,7 +73,7 @@ def test_esmc_probe_of_run_and_export_is_the_loops(alone, tmp_path):
             expected = stock(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 1:-1].mean(0)
             torch.testing.assert_close(torch.tensor(vector), expected, rtol=0, atol=1e-5)
     table = [(name, share_of(text, "AILMV")) for name, text in PROTEINS]
-    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+    labels = write_table(tmp_path / "labels.csv", ["id", "label"], table)
     sources = ("--embeddings", tmp_path / "embedded"), ("--model_name_or_path", alone / "final_model")
     for number, source in enumerate(sources):
         out = tmp_path / f"probed{number}"

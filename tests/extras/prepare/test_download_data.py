@@ -17,6 +17,7 @@ from common.cli import UserError
 from extras.prepare.output_directory import building, read_record
 from extras.prepare.sample import write_sample
 from extras.sources.fasta import read_fasta
+from extras.sources.residues import Changes
 from tests.data_fixtures import (
     DOWNLOAD,
     REAL_SAMPLE,
@@ -67,12 +68,12 @@ def test_download_data_writes_partitions_of_exact_size(tmp_path, count, shuffle)
 
 
 def test_download_data_writes_plain_csv(tmp_path):
-    source = write_fasta(tmp_path / "in.fasta", [("a", "MKV"), ("b,c", "LA"), ('d"e', "G,G")])
+    source = write_fasta(tmp_path / "in.fasta", [("a", "MKV"), ("b,c", "LA"), ('d"e', "G,GAVLIPFMWK")])
     call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, "--shuffle", "False")
-    assert (tmp_path / "csv/x000.csv").read_bytes() == b'id,text\na,MKV\n"b,c",LA\n"d""e","G,G"\n'
-    simple = write_fasta(tmp_path / "simple.fasta", [("a", "MKV"), ("b", "la*g")])
+    assert (tmp_path / "csv/x000.csv").read_bytes() == b'id,text\na,MKV\n"b,c",LA\n"d""e","G,GAVLIPFMWK"\n'
+    simple = write_fasta(tmp_path / "simple.fasta", [("a", "MKV"), ("b", "la*gavlipfmwk")])
     call(DOWNLOAD, "--source", simple, "--output_dir", tmp_path / "simple", "--no_shuffle")
-    assert (tmp_path / "simple/csv/x000.csv").read_bytes() == b"id,text\na,MKV\nb,la*g\n"
+    assert (tmp_path / "simple/csv/x000.csv").read_bytes() == b"id,text\na,MKV\nb,la*gavlipfmwk\n"
 
 
 def test_download_data_formats_have_the_same_records(tmp_path):
@@ -170,7 +171,8 @@ def test_download_data_reuses_its_output_and_refuses_another(tmp_path, caplog):
     call(DOWNLOAD, *same, "--overwrite")
     assert sum(map(len, partitions(out / "csv"))) == 31
     assert [path.name for path in out.iterdir()] == ["csv"]
-    assert json.loads((out / "csv/.complete.json").read_text())["results"] == {"records": 31, "skipped_records": 0}
+    found = json.loads((out / "csv/.complete.json").read_text())["results"]
+    assert (found["records"], found["skipped_records"], found["changes"]) == (31, 0, Changes().state)
 
 
 def test_download_data_refuses_a_foreign_directory(tmp_path):
@@ -272,7 +274,8 @@ def test_download_data_skips_and_counts_bad_records(tmp_path):
     assert f"{source}: line 7: record 6 (b)" in done.stderr
     assert "record 7" not in done.stderr
     assert done.stderr.splitlines()[-1].endswith("Save complete")
-    assert read_record(out / "csv")["results"] == {"records": 3, "skipped_records": 8}
+    found = read_record(out / "csv")["results"]
+    assert (found["records"], found["skipped_records"]) == (3, 8)
 
     with pytest.raises(UserError, match="line 3: record 2"):
         call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "error", "--on_bad_record", "error")
