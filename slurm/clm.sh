@@ -15,8 +15,9 @@ export HF_HUB_ETAG_TIMEOUT=${HF_HUB_ETAG_TIMEOUT:-60}
 # train_clm ARGS...     train_fsdp2.py with ARGS, of which the first names MODEL, and INIT_FROM; requeues the job
 train_clm() {
   [ -n "$MODEL" ] || lacks "MODEL is not set: say llama3_1_8b (see slurm/env.sh)"
-  count_gpus
   local start=("$1" ${INIT_FROM:+--model_name_or_path="$INIT_FROM"})
   looked_at=("${start[@]}" --output_dir="$OUTPUT_DIR")
+  outside_of_a_job "${start[@]}" "${@:2}"
+  count_gpus
   pretrain train_fsdp2.py "${start[@]}" "${@:2}"
 }

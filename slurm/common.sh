@@ -4,6 +4,8 @@
 #   train SCRIPT ARGS...         the same for ESM-2's pretraining, with MODEL, INIT_FROM, DATASET_DIR, OUTPUT_DIR; requeues
 #   pretrain SCRIPT ARGS...      what is the same for any model: preflight, training with ARGS alone, starting again
 #   on_one_node ARGS...          run python ARGS on the first node
+#
+# Run without Slurm on a login node, a job script checks its settings and paths, so that an error does not wait in the queue.
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -11,7 +13,6 @@ case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-[ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: submit with sbatch [--nodes=N] slurm/NAME.sh"
 # shellcheck source=slurm/env.sh
 . slurm/env.sh
 
@@ -33,7 +34,7 @@ fi
 
 PREEMPTED=75 # exit status of a run that was stopped by a signal and has saved (common/distributed/stopping.py)
 restarts=${SLURM_RESTART_COUNT:-0}
-log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
+log_dir=logs/${SLURM_JOB_NAME:-}_${SLURM_JOB_ID:-}/$restarts
 
 # ---- what every step gets: a venv on the shared filesystem, or a container with the same directories in it ------------
 
@@ -131,7 +132,17 @@ check_mounts() {
   done
 }
 
+# Outside of a job: checks the settings and the paths of these flags, then says how to go on.
+outside_of_a_job() {
+  [ -z "${SLURM_JOB_ID:-}" ] || return 0
+  check_mounts "$@"
+  all_there
+  echo "This is no Slurm job. Its settings are good: submit it with sbatch [--nodes=N] slurm/$(basename "$0")"
+  exit 0
+}
+
 on_one_node() {
+  outside_of_a_job "$@"
   check_mounts "$@"
   all_there
   run "${steps[@]}" --nodes=1 --ntasks=1 "$python" "$@"
@@ -257,6 +268,7 @@ train() {
     lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
   looked_at=(--config_name="$MODEL" ${INIT_FROM:+--model_name_or_path="$INIT_FROM"})
   looked_at+=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
+  outside_of_a_job "${looked_at[@]}" "$@"
   count_gpus
   case $GUIDE,$script in
     ,* | 0,*) size_flags ;;
@@ -270,6 +282,7 @@ train() {
 looked_at=()
 pretrain() {
   local status=0 lost=""
+  outside_of_a_job "$@"
   check_cp_size "$@"
   check_mounts "$@"
   all_there

@@ -17,4 +17,4 @@ set -euo pipefail
 . slurm/common.sh
 
 on_one_node 1.tokenize_uniref_csv.py --input_dir="$TARGET_PATH/csv" --output_dir="$TARGET_PATH/processed" \
-  --preprocessing_num_workers="$SLURM_CPUS_PER_TASK" "$@"
+  --preprocessing_num_workers="${SLURM_CPUS_PER_TASK:-1}" "$@"

@@ -277,6 +277,7 @@ def test_slurm_trains_in_an_image_on_unmanaged_gpus(cluster, dataset, tmp_path):
     path = stand_ins(tmp_path / "bin", nvidia_smi=NVIDIA_SMI, srun=PYXIS.format(srun=shutil.which("srun"), log=log))
     path = path.replace(str(Path(sys.prefix) / "bin"), str(programs()), 1)  # the image's Python
     variables = {"TARGET_PATH": str(target), "DATASET_DIR": str(dataset), "DOCKER_IMAGE_NAME": "esm-slurm"}
+    variables["CONTAINER_MOUNTS"] = f"{dataset}:{dataset}"
     tiny = f"--config_overrides={TINY_OVERRIDES} --disable_tqdm=True"
     submitted = cluster.on_head(
         f"cd slurm && sbatch --parsable --partition=plain --nodes=1 train_ddp.sh {tiny}",
@@ -287,7 +288,7 @@ def test_slurm_trains_in_an_image_on_unmanaged_gpus(cluster, dataset, tmp_path):
     assert "Slurm manages no GPUs here; nvidia-smi -L lists 2 on n3" in said
     assert "Device = cpu x 2" in said
     assert f"Steps run in the container {target}/esm-slurm.sqsh" in said
-    mounts = f"--container-mounts={cluster.checkout}:{cluster.checkout},{target}:{target}"
+    mounts = f"--container-mounts={cluster.checkout}:{cluster.checkout},{target}:{target},{dataset}:{dataset}"
     image = f"--container-image={target}/esm-slurm.sqsh"
     told = [image, mounts, f"--container-workdir={cluster.checkout}", "--no-container-remap-root"]
     assert log.read_text().splitlines() == told

@@ -65,3 +65,18 @@ def test_paths_in_the_container_are_taken(job, tmp_path, script, variables):
     done = job(script, **{name: value.format(there=tmp_path) for name, value in variables.items()})
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("STEP\n")
+
+
+OUTSIDE = dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NUM_NODES"), "")
+
+
+@pytest.mark.parametrize("script", ["train_ddp.sh", "train_fsdp.sh", "preprocess.sh", "llama2_7b-training.sbatch"])
+def test_a_job_script_without_slurm_checks_its_paths_before_the_queue(job, tmp_path, script):
+    """SLURM_* are unset as on a login node: an empty value counts as unset."""
+    good = job(script, **OUTSIDE)
+    assert good.returncode == 0, good.stderr
+    assert f"submit it with sbatch [--nodes=N] slurm/{script}" in good.stdout
+    bad = job(f"{script} --output_dir={tmp_path}/out", **OUTSIDE)
+    assert bad.returncode == 2
+    assert bad.stderr.startswith(f"error: --output_dir={tmp_path}/out: not mounted in the container: ")
+    assert "STEP" not in good.stdout + bad.stdout
