@@ -18,7 +18,7 @@ from extras.downstream.metrics import log_undefined
 from extras.downstream.splits import SPLITS, check_sides, given_splits, split_of
 from extras.inference.mutation_tables import is_missing
 from extras.inference.mutation_tables import read_rows as read_table
-from extras.sources.proteins import ProteinFlags, normalised, read_proteins
+from extras.sources.proteins import ProteinFlags, clean_texts, read_proteins
 
 logger = logging.getLogger(__name__)
 TASKS = ("regression", "classification", "token_regression", "token_classification")
@@ -118,6 +118,10 @@ def is_regression(words: Sequence[str], asked: bool | None, where: str, to_class
     """
     if asked is False:
         return False
+    if commas := [word for word in words if re.fullmatch(r"-?\d+,\d+", word)]:
+        raise UserError(
+            f"{where}: {commas[0]!r} has a decimal comma: write it with a point; or, for classes, {to_classify}"
+        )
     strange = [word for word in words if not is_number(word)]
     if strange and (asked or 2 * len(strange) < len(words)):
         raise UserError(f"{where}: {strange[0][:40]!r} is not a number: correct it; or, for classes, {to_classify}")
@@ -207,24 +211,24 @@ def sequences_of(
 ) -> list[str]:
     """The normalised residues of each row: of its id in a FASTA file, else its column `sequence`; "" if it has none.
 
-    A row without a label may have any text or id; words like NA are no sequence. flags: of gaps and bad records of the
-    FASTA file. UserError for an unknown id, for text that is no protein, and for a
+    A row without a label may have any text or id; words like NA are no sequence. flags: of gaps and bad records.
+    UserError for an unknown id, for text that is no protein, and for a
     `sequence` that is not that of the id.
     """
     proteins, found = read_proteins(fasta, flags=flags) if fasta else {}, []
-    for row in rows:
-        place, text = place_of(row, where), row.get("sequence", "").strip()
-        known = not is_missing(text) and has_label(row[label_column], len(text))
-        own = normalised(text, place) if known else ""
-        if fasta:
-            name = row[id_column]
-            if name not in proteins and has_label(row[label_column]):
-                raise UserError(f"{place}: {name[:40]!r} is not in {fasta}: correct the id, or leave the row out")
-            of_id = proteins.get(name, "")
-            if own not in ("", of_id):
-                raise UserError(f"{place}: `sequence` is not that of {name[:40]!r} in --fasta: remove one of them")
-            own = of_id
-        found.append(own)
+    known = [(row.get("sequence", "").strip(), row[label_column]) for row in rows]
+    texts = ["" if is_missing(text) or not has_label(label, len(text)) else text for text, label in known]
+    own = clean_texts(texts, where, [f"row {row['line']}" for row in rows], flags)
+    if not fasta:
+        return own
+    for row, sequence in zip(rows, own, strict=True):
+        name, place = row[id_column], place_of(row, where)
+        if name not in proteins and has_label(row[label_column]):
+            raise UserError(f"{place}: {name[:40]!r} is not in {fasta}: correct the id, or leave the row out")
+        of_id = proteins.get(name, "")
+        if sequence not in ("", of_id):
+            raise UserError(f"{place}: `sequence` is not that of {name[:40]!r} in --fasta: remove one of them")
+        found.append(of_id)
     return found
 
 

@@ -15,7 +15,7 @@ SHORT = {"val": "validation", "valid": "validation", "dev": "validation"}
 COLUMN = "split"
 # FLIP's (Dallago et al. 2021, https://github.com/J-SNACKKB/FLIP): train or test, and which of train are validation.
 FLIP_SET, FLIP_VALIDATION = "set", "validation"
-TRUE, FALSE = ("true", "1"), ("false", "0")
+TRUE, FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 
 
 def held_out_number(key: str) -> float:
@@ -33,9 +33,13 @@ def split_of(group: str, sizes: tuple[float, float]) -> str:
 def given_splits(rows: Sequence[dict[str, str]], column: str | None, places: Sequence[str]) -> list[str] | None:
     """The split of each row of a table, "" where its field is missing; None if the table has none.
 
-    column: the splits'; None: `split`, or FLIP's `set` if it has splits. FLIP's `validation` goes with `set`. places:
-    of the rows, for errors. UserError for a field that is no split.
+    column: the splits'; None: `split`, or FLIP's `set` if it has splits, in any case of letters. FLIP's `validation`
+    goes with `set`. places: of the rows, for errors. UserError for a field that is no split.
     """
+    named = {name.strip().lower(): name for name in rows[0]}
+    rows = [
+        row | {name: row[named[name]] for name in (COLUMN, FLIP_SET, FLIP_VALIDATION) if name in named} for row in rows
+    ]
     column = column or next((name for name in (COLUMN, FLIP_SET) if _has_splits(name, rows)), None)
     if column is None:
         return None

@@ -26,6 +26,9 @@ STEP_ANGSTROM, LONGEST_STEP = 3.8, 4.5  # between C-alphas of neighbours; more t
 WORD = 10  # residues that two chains of one protein have in common, without a gap
 SAME = 0.95  # of the shorter chain's residues that are aligned to equal ones, in chains of one protein
 CONTACT_ANGSTROM = 8.0
+# Names of AMBER and CHARMM for states of protonation, and for bridged cysteines.
+PROTONATED = {**dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "HIS"), "CYX": "CYS", "CYM": "CYS"}
+PROTONATED |= {"ASH": "ASP", "GLH": "GLU", "LYN": "LYS"}
 SAID = 5  # files that a warning names
 
 
@@ -104,7 +107,12 @@ def structure_files(directory: str) -> list[Path]:
     """Sorted. UserError if there is no such directory."""
     if not Path(directory).is_dir():
         raise UserError(f"{directory}: no such directory: give one with PDB or mmCIF files (.pdb, .ent, .cif, .gz)")
-    return sorted(path for path in Path(directory).iterdir() if _format(path) and path.is_file())
+    files = sorted(path for path in Path(directory).iterdir() if not path.name.startswith("."))
+    if others := [path.name for path in files if not (_format(path) and path.is_file())]:
+        more = f" and {len(others) - SAID} more" if len(others) > SAID else ""
+        listed = ", ".join(others[:SAID]) + more
+        logger.info("%s: left out, neither .pdb, .ent, .cif nor .mmcif: %s", directory, listed)
+    return [path for path in files if _format(path) and path.is_file()]
 
 
 def one_each(chains: Sequence[Chain]) -> list[Chain]:
@@ -151,7 +159,10 @@ def chains_of(path: Path) -> Iterator[Chain]:
     """Of the first model of a structure. ValueError, RuntimeError or OSError if it cannot be read."""
     import gemmi
 
-    structure = gemmi.read_structure_string(_content(path), format=getattr(gemmi.CoorFormat, str(_format(path))))
+    if _format(path) == "Pdb":  # TER ends a chain, whatever letter the next one has
+        structure = gemmi.read_pdb_string(_content(path), split_chain_on_ter=True)
+    else:
+        structure = gemmi.read_structure_string(_content(path), format=gemmi.CoorFormat.Mmcif)
     if not len(structure):
         return
     structure.setup_entities()
@@ -162,7 +173,7 @@ def chains_of(path: Path) -> Iterator[Chain]:
         polymer = chain.get_polymer()
         if polymer.check_polymer_type() not in (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD):
             continue
-        residues = [residue for residue in polymer if gemmi.find_tabulated_residue(residue.name).is_amino_acid()]
+        residues = [residue for residue in polymer if _tabulated(residue.name).is_amino_acid()]
         entity = structure.get_entity_of(polymer)
         sequence, places = _numbered(residues, list(entity.full_sequence) if entity else [])
         beta = np.full((len(sequence), 3), np.nan, dtype=np.float32)
@@ -209,10 +220,14 @@ def _missing(before: Any, after: Any) -> int:
 
 def _letter(name: str) -> str:
     """Of a residue, modified ones (MSE) as what they were made from (M); X if unknown."""
+    letter = _tabulated(name).one_letter_code.upper()
+    return letter if letter.isalpha() else "X"
+
+
+def _tabulated(name: str) -> Any:
     import gemmi
 
-    letter = gemmi.find_tabulated_residue(name).one_letter_code.upper()
-    return letter if letter.isalpha() else "X"
+    return gemmi.find_tabulated_residue(PROTONATED.get(name, name))
 
 
 def _beta(residue: Any) -> Any:

@@ -44,6 +44,12 @@ def read_lines(file: TextIO, where: str) -> Iterator[str]:
         yield line
 
 
+def _without_pair(value: Any) -> Any:
+    """Without the quotes around a whole value, which R writes in TSV too."""
+    is_quoted = isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"'
+    return value[1:-1] if is_quoted else value
+
+
 def _spans_lines(row: dict[Any, Any]) -> bool:
     """Whether a value of a row has a line end."""
     values = (value for cell in row.values() for value in (cell if isinstance(cell, list) else [cell]))
@@ -54,7 +60,8 @@ def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, s
     """The names of the columns, and the rows of a CSV file, or of a TSV file by its name; `where` begins the errors.
 
     A row is a line: UserError for a value that goes over a line end, as after a quote that is not closed, and for a
-    quote inside a quoted value. In TSV quotes are ordinary characters.
+    quote inside a quoted value. In TSV quotes are ordinary characters, but for a pair
+    around a whole value.
     """
     form: dict[str, Any] = {"strict": True}
     if str(path).lower().endswith(".tsv"):
@@ -75,6 +82,9 @@ def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, s
                 rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"{where}: line {before + 1}: not a CSV file: {one_line(error)}") from error
+    if "delimiter" in form:
+        names = [_without_pair(name) for name in names]
+        rows = [{_without_pair(name): _without_pair(value) for name, value in row.items()} for row in rows]
     for line, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise UserError(f"{where}: row {line} has another number of fields than the header")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,9 @@ from extras.sources.records import characters, texts
 from extras.sources.residues import IS_WHITESPACE, Cleaner
 from extras.sources.tables import Table
 
+logger = logging.getLogger(__name__)
 LONGEST_HEADER = 1 << 20  # bytes
+NAMED = 5  # files that are left out, in a log line
 
 
 def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
@@ -115,6 +118,8 @@ def csv_files(directory: Path) -> list[Path]:
     for path in files:
         check_file(path, str(path))
     check_duplicates(f"--input_dir {directory}", files)
+    if others := sorted({path.name for path in directory.glob("[!.]*")} - {path.name for path in files}):
+        logger.warning("--input_dir %s: left out, not *.csv: %s", directory, ", ".join(others[:NAMED]))
     return sorted(files, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", path.name)])
 
 

@@ -220,7 +220,7 @@ def _local(request: Request, name: str) -> Source:
         return Source(name, {request.train or "train": (file,)})
     card = ""
     if path.is_dir():
-        root, found = path, list(path.rglob("*"))
+        root, found = path, _files_below(path)
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             if columns := untokenised_columns(path):
                 raise UserError(f"{given}: {as_parquet(path, columns)}")
@@ -235,14 +235,26 @@ def _local(request: Request, name: str) -> Source:
             raise UserError(f"{given}: no such file or directory, and no file matches it")
         root = Path(os.path.commonpath([p.parent for p in found]))
     members = {str(p.relative_to(root)): p for p in found if not p.is_dir()}
-    shown = {name: p for name, p in members.items() if not any(part.startswith(".") for part in Path(name).parts)}
-    kinds = {name: kind for name, p in shown.items() if (kind := format_of_file(p, content))}
-    for name in kinds:
-        check_file(shown[name], f"{given}: {shown[name]}")
-    check_duplicates(given, [shown[name] for name in kinds])
+    shown = {key: p for key, p in members.items() if not any(part.startswith(".") for part in Path(key).parts)}
+    kinds = {key: kind for key, p in shown.items() if (kind := format_of_file(p, content))}
+    for key in kinds:
+        check_file(shown[key], f"{given}: {shown[key]}")
+    check_duplicates(given, [shown[key] for key in kinds])
     _say_left_out(given, content, shown.keys() - kinds.keys())
-    files = {name: File(str(shown[name]), kind, shown[name].stat().st_size, content) for name, kind in kinds.items()}
+    files = {key: File(str(shown[key]), kind, shown[key].stat().st_size, content) for key, kind in kinds.items()}
     return Source(name, _by_split(request, _without_links(files), card))
+
+
+def _files_below(directory: Path) -> list[Path]:
+    """All files, links to directories followed, each directory once."""
+    found, seen = [], set()
+    for place, directories, names in os.walk(directory, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            directories.clear()
+            continue
+        seen.add(real)
+        found += [Path(place, name) for name in names]
+    return found
 
 
 def _say_left_out(given: str, content: Content, names: Iterable[str]) -> None:

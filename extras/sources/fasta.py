@@ -32,8 +32,12 @@ from extras.sources.residues import ANNOTATIONS, IS_WHITESPACE, WHITESPACE, Clea
 BLOCK_BYTES = 1 << 20  # fits in the cache, with the arrays made from it
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
 GREATER = b">"[0]
-COMMENT = b";"  # begins a line of comment, as in Pearson's original format
-FIRST_COMMENTS = (b";", b"#")  # before the first record; ColabFold writes a line with #
+COMMENTS = (b";", b"#")  # begin a line of comment: Pearson's original format, and ColabFold's
+# Lines of comment and of `//` after the first, which end records of other formats; and line ends of old Macs.
+NO_RESIDUES = re.compile(rb"(?<=\n)(?:[;#][^\n]*|//[ \t\r]*(?=\n))")
+OLD_LINE_END = re.compile(rb"\r(?!\n)")
+NUCLEIC_ACID = b" mol:na "
+PIR = re.compile(rb">(P1|F1|DL|DC|RL|RC|N3|N1|XX);")
 
 
 def read_fasta_lines(
@@ -78,16 +82,22 @@ def read_fasta_lines(
             if not begun:
                 before = _before_first_record(rest, at_end=not block)
                 line += rest.count(NEWLINE, 0, before)
+                lines = bytes(rest[:before]).splitlines()
+                cleaner.changes.comments += sum(text.lstrip().startswith(COMMENTS) for text in lines)
                 del rest[:before]
-                begun = bool(rest) and not (block and rest.startswith(FIRST_COMMENTS))
+                begun = bool(rest) and not (block and rest.startswith(COMMENTS))
                 if begun and rest[0] != GREATER:
                     raise UserError(f"{path}: line {line}: not FASTA: {_what_else(bytes(rest[:HEAD_BYTES]))}")
+                if PIR.match(rest):
+                    raise UserError(
+                        f"{path}: line {line}: PIR (NBRF), which has a line of description: convert it to FASTA"
+                    )
             if not block:
                 break
             # Only records before the last header are known to be complete.
             if end := rest.rfind(b"\n>", searched) + 1:
                 complete, rest = rest[:end], rest[end:]
-                found = _Records(_without_comments(complete))
+                found = _Records(_without_comments(complete, cleaner))
                 found.check_lengths(path, line, records, max_record)
                 cleaner.changes.blanks += found.num_blanks
                 yield from _cleaned(found.lines(path, line, records, cleaner.bad_records), cleaner)
@@ -99,7 +109,7 @@ def read_fasta_lines(
             raise UserError(f"{path}: empty file: expected FASTA records ('>id', then the sequence)")
         if rest[-1] != NEWLINE:
             rest.append(NEWLINE)
-        found = _Records(_without_comments(rest))
+        found = _Records(_without_comments(rest, cleaner))
         cleaner.changes.blanks += found.num_blanks
         yield from _cleaned(found.lines(path, line, records, cleaner.bad_records), cleaner)
 
@@ -121,7 +131,7 @@ def _before_first_record(start: bytearray, at_end: bool) -> int:
     place = 0
     while True:
         place = len(start) - len(start[place:].lstrip(WHITESPACE))
-        if not start.startswith(FIRST_COMMENTS, place):
+        if not start.startswith(COMMENTS, place):
             return place
         end = start.find(b"\n", place)
         if end < 0:
@@ -129,11 +139,16 @@ def _before_first_record(start: bytearray, at_end: bool) -> int:
         place = end + 1
 
 
-def _without_comments(block: bytearray) -> bytearray:
-    """With blanks in place of the lines of comment, so that lines keep their numbers."""
-    if COMMENT not in block or b"\n" + COMMENT not in block:  # one byte is found much faster than two
-        return block
-    return bytearray(re.sub(rb"(?<=\n);[^\n]*", lambda comment: b" " * len(comment[0]), block))
+def _without_comments(block: bytearray, cleaner: Cleaner) -> bytearray:
+    """Whole records with blanks in place of lines that are no residues, so that lines keep their numbers."""
+    if b"\r" in block and OLD_LINE_END.search(block):
+        block = bytearray(OLD_LINE_END.sub(b"\n", block))
+    # One byte is found much faster than two.
+    if any(start in block and b"\n" + start in block for start in (*COMMENTS, b"//")):
+        found, count = NO_RESIDUES.subn(lambda line: b" " * len(line[0]), block)
+        cleaner.changes.comments += count
+        return bytearray(found)
+    return block
 
 
 def _cleaned(batches: Iterator[Lines], cleaner: Cleaner) -> Iterator[Lines]:
@@ -220,6 +235,7 @@ class _Records:
         residues = np.where(self.in_header, 0, self.end - self.begin)
         self.bad = np.add.reduceat(residues, self.first) == 0  # [R]
         self.bad |= self.begin[self.ids] == self.end[self.ids]
+        self._mark_nucleic_acids()
         # Allowed in descriptions only.
         if np.count_nonzero(data == GREATER) > self.num_records:
             self._mark_bad(np.flatnonzero(data == GREATER), in_id=False)
@@ -274,6 +290,14 @@ class _Records:
         wrong = ~self.in_header[words] | (in_id & (words == self.ids[records]))
         self.bad[records[wrong]] = True
 
+    def _mark_nucleic_acids(self) -> None:
+        """Mark records that pdb_seqres.txt of the PDB says are nucleic acids."""
+        place = self.block.find(NUCLEIC_ACID)
+        while place >= 0:
+            if self.in_header[np.searchsorted(self.end, place, side="right")]:
+                self.bad[np.searchsorted(self.heads, place, side="right") - 1] = True
+            place = self.block.find(NUCLEIC_ACID, place + 1)
+
     def _complaint(self, record: int, path: Path, line: int, records: int) -> UserError:
         """The error of a bad record."""
         end = self.heads[record + 1] if record + 1 < self.num_records else len(self.block)
@@ -286,6 +310,8 @@ class _Records:
         name = words[0].decode("ascii", "backslashreplace")[:60]
         if not words[0].isascii():
             return UserError(f"{where}: non-ASCII bytes in the id {name}: rename it")
+        if NUCLEIC_ACID in header:
+            return UserError(f"{where} ({name}) is a nucleic acid (mol:na): remove it")
         if b">" in body:
             line += 1 + body.count(b"\n", 0, body.index(b">"))
             return UserError(

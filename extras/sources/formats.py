@@ -25,6 +25,8 @@ from extras.sources.compression import (
 from extras.sources.csv_records import column_named
 from extras.sources.residues import ALIGNMENTS
 
+# Ends of names that are not taken by content: editors' copies, and NCBI's nucleotides.
+NOT_BY_CONTENT = ("~", ".bak", ".orig", ".old", ".tmp", ".swp", ".fna", ".ffn", ".frn")
 INFO_BYTES = 1 << 16  # a .json below may be dataset_infos.json
 
 
@@ -117,9 +119,11 @@ def format_of_file(path: Path, content: Content) -> str | None:
     kind = content.format_of(path.name)
     if content.name != PROTEINS.name or not path.is_file():
         return kind
+    if not path.stat().st_size:
+        return None
     if path.name.lower().endswith(".json") and path.stat().st_size < INFO_BYTES:
         return kind if _has_column(path, content) else None
-    if kind is None:
+    if kind is None and not strip_compression(path.name.lower()).endswith(NOT_BY_CONTENT):
         head = b""
         with suppress(UserError, OSError, *DECOMPRESS_ERRORS), open_decompressed(path) as file:
             head = file.read(HEAD_BYTES).lstrip()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
@@ -68,11 +69,18 @@ def read_residues(path: str, given: str = "--fasta", flags: ProteinFlags | None 
     return {name: text.encode() for name, text in read_proteins(path, given, flags).items()}
 
 
-def normalised(text: str, where: str) -> str:
-    """A protein of a table: residues in capitals, without blanks and final stops.
+def clean_texts(
+    texts: Sequence[str], where: str, names: Sequence[str], flags: ProteinFlags | None = None
+) -> list[str]:
+    """The normalised residues of a table's cells; says what was changed.
 
-    UserError, which begins with `where`, for what is no protein, and for gaps. "" for a cell without residues.
+    names: of the rows, for messages that begin with `where`. "" for a cell without residues, and for one that is
+    skipped; UserError for one that is no protein.
     """
-    data = np.frombuffer(text.encode(), np.uint8)
-    data, *_ = Cleaner(where)(data, np.array([0, len(data)]), lambda _: f"the sequence {text[:20]!r}")
-    return data.tobytes().decode("ascii", "replace").upper()
+    cells = [text.encode() for text in texts]
+    offsets = np.cumsum([0, *map(len, cells)])
+    cleaner = (flags or ProteinFlags()).cleaner(where)
+    data, ends, _ = cleaner(np.frombuffer(b"".join(cells), np.uint8), offsets, lambda number: names[number])
+    cleaner.report()
+    residues = data.tobytes().decode().upper()
+    return [residues[begin:end] for begin, end in pairwise(ends.tolist())]

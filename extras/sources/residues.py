@@ -37,7 +37,10 @@ MOST_UNKNOWN = 0.1  # of a record's characters
 NAMED = 3  # records with unknown characters
 # What BioMart and others write in place of a sequence, without blanks.
 NO_SEQUENCE = (b"SEQUENCEUNAVAILABLE", b"SEQUENCENOTAVAILABLE", b"NOSEQUENCEAVAILABLE")
-NO_SEQUENCE_LENGTHS = [len(text) for text in NO_SEQUENCE]
+# What R, pandas and Python write for a missing value, in their spelling.
+MISSING = (b"NA", b"N/A", b"#N/A", b"<NA>", b"nan", b"NaN", b"None", b"null", b"NULL")
+SAYING_LENGTHS = sorted({len(text) for text in (*NO_SEQUENCE, *MISSING)})
+CHAIN_ENDS = b":/"  # between the chains of a complex in one record, as ColabFold and others have it
 # Texts with a higher share of these letters are DNA or RNA. In 8,000 proteins of UniRef90 the share is 28 %.
 NUCLEOTIDES, MOST_NUCLEOTIDES = b"ACGTUNacgtun", 0.9
 SAMPLED = 1 << 16  # characters of each batch, to detect nucleotides
@@ -46,7 +49,7 @@ ENOUGH = 1000  # characters, to detect nucleotides or words
 FEWEST_BLANKS, SPACED = 0.1, 0.4
 
 
-COUNTS = ("blanks", "stops", "gaps", "insertions", "annotations", "unknown", "with_unknown", "empty")
+COUNTS = ("blanks", "stops", "gaps", "insertions", "annotations", "comments", "unknown", "with_unknown", "empty")
 
 
 @dataclass
@@ -59,6 +62,7 @@ class Changes:
     gaps: int = 0
     insertions: int = 0
     annotations: int = 0
+    comments: int = 0
     unknown: int = 0
     with_unknown: int = 0
     empty: int = 0
@@ -79,6 +83,7 @@ class Changes:
         """Log what there is."""
         removed = {"blanks": self.blanks, "stops (*) at the end": self.stops, "gaps (- and .)": self.gaps}
         removed |= {"insertions (lower case)": self.insertions, "records of annotation": self.annotations}
+        removed["lines of comment"] = self.comments
         if any(removed.values()):
             counts = ", ".join(f"{count:,} {what}" for what, count in removed.items() if count)
             logger.info("%s: removed: %s", where, counts)
@@ -133,11 +138,7 @@ class Cleaner:
         if self.aligned and self.gaps == "keep" and (inserted := INSERTIONS[data]).any():
             data, offsets = _without(data, offsets, inserted)
             self.changes.insertions += int(inserted.sum())
-        refused = {
-            number: "says that there is no sequence: remove the record"
-            for number in np.flatnonzero(np.isin(np.diff(offsets), NO_SEQUENCE_LENGTHS)).tolist()
-            if data[offsets[number] : offsets[number + 1]].tobytes().upper() in NO_SEQUENCE
-        }
+        data, offsets, refused = self._without_missing(data, offsets)
         if data.tobytes().translate(None, RESIDUES):
             data, offsets = self._without_stops(data, offsets)
             data, offsets = self._without_gaps(data, offsets, refused)
@@ -155,9 +156,14 @@ class Cleaner:
         """Whether bad records are skipped."""
         return isinstance(self.bad_records, BadRecords) and self.bad_records.policy == "skip"
 
-    def report(self) -> None:
-        """Log what was changed and skipped."""
-        self.changes.report(self.where)
+    @property
+    def state(self) -> list[dict]:
+        """What was changed and skipped."""
+        return [self.changes.state, self.bad_records.state if isinstance(self.bad_records, BadRecords) else {}]
+
+    def report(self, where: str | None = None) -> None:
+        """Log what was changed and skipped. where: in place of `self.where`."""
+        self.changes.report(where or self.where)
         if isinstance(self.bad_records, BadRecords):
             self.bad_records.report()
 
@@ -169,8 +175,21 @@ class Cleaner:
         self.changes.blanks += int(blank.sum())
         gap_before = np.diff(kept, prepend=-1) > 1
         gap_before[offsets[:-1][offsets[:-1] < len(data)]] = False  # nor white space before a text
-        _check_words(self.where, np.count_nonzero(gap_before), len(data))
+        gaps = np.bincount(_texts_of(np.flatnonzero(gap_before), offsets), minlength=len(offsets) - 1)
+        _check_words(self.where, gaps, np.diff(offsets))
         return data, offsets
+
+    def _without_missing(self, data: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+        """Texts that are a word for a missing value become empty; those that say so at length are refused."""
+        refused, missing = {}, np.zeros(len(offsets) - 1, bool)
+        for number in np.flatnonzero(np.isin(np.diff(offsets), SAYING_LENGTHS)).tolist():
+            text = data[offsets[number] : offsets[number + 1]].tobytes()
+            missing[number] = text in MISSING
+            if text.upper() in NO_SEQUENCE:
+                refused[number] = "says that there is no sequence: remove the record"
+        if missing.any():
+            data, offsets = _without(data, offsets, np.repeat(missing, np.diff(offsets)))
+        return data, offsets, refused
 
     def _without_stops(self, data: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         filled = np.flatnonzero(np.diff(offsets))
@@ -205,8 +224,12 @@ class Cleaner:
         self, data: np.ndarray, offsets: np.ndarray, name: Callable[[int], str], refused: dict[int, str]
     ) -> None:
         places = np.flatnonzero(IS_UNKNOWN[data])
-        numbers, counts = np.unique(_texts_of(places, offsets), return_counts=True)
+        of_texts, bytes_there = _texts_of(places, offsets), data[places]
         lengths = np.diff(offsets)
+        for number in np.unique(of_texts[bytes_there >= 128]).tolist():
+            refused.setdefault(number, "has bytes that are not ASCII: remove them")
+        numbers, counts = np.unique(of_texts, return_counts=True)
+        separated = set(of_texts[np.isin(bytes_there, list(CHAIN_ENDS))].tolist())
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             if number in refused:
                 continue
@@ -215,11 +238,12 @@ class Cleaner:
                     f"has {count:,} characters of {length:,} that are not residues: is it a protein? (a column of "
                     "names or numbers is not)"
                 )
-                continue
-            self.changes.unknown += count
-            self.changes.with_unknown += 1
-            if len(self.changes.first) < NAMED:
-                self.changes.first.append(name(number))
+            elif number in separated:
+                refused[number] = "has : or / as between chains: make a record of each chain"
+            else:
+                self.changes.unknown += count
+                self.changes.with_unknown += 1
+                self.changes.first = (self.changes.first + [name(number)])[:NAMED]
 
 
 def _texts_of(places: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -233,11 +257,14 @@ def _without(data: np.ndarray, offsets: np.ndarray, dropped: np.ndarray) -> tupl
     return data[~dropped], kept[offsets]
 
 
-def _check_words(where: str, gaps: int, characters: int) -> None:
-    if gaps + characters >= ENOUGH and FEWEST_BLANKS * (gaps + characters) < gaps < SPACED * characters:
+def _check_words(where: str, gaps: np.ndarray, lengths: np.ndarray) -> None:
+    """UserError if most characters are in texts of words. gaps: between words, of each text, int [N]."""
+    wordy = (gaps > FEWEST_BLANKS * (gaps + lengths)) & (gaps < SPACED * lengths)
+    if lengths.sum() >= ENOUGH and 2 * lengths[wordy].sum() > lengths.sum():
+        share = gaps[wordy].sum() / (gaps[wordy].sum() + lengths[wordy].sum())
         raise UserError(
-            f"{where}: {gaps / (gaps + characters):.0%} of the characters are blanks between words: are these "
-            "proteins? (a column of names or descriptions is not)"
+            f"{where}: {share:.0%} of the characters are blanks between words: are these proteins? (a column of names "
+            "or descriptions is not)"
         )
 
 

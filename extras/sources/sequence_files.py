@@ -167,6 +167,8 @@ def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
         line, number = stream.readline(longest + 1), number + 1
     if len(line) > longest:
         raise too_long(f"{unit}: line {number}", longest)
+    if line.lstrip().startswith(b"["):
+        raise UserError(f"{unit}: a JSON array: write an object a line: jq -c '.[]' FILE > NEW.jsonl")
     try:
         return [*json.loads(line).keys()]
     except (ValueError, AttributeError, RecursionError) as error:
@@ -203,7 +205,7 @@ def _fasta(unit: Unit) -> Iterator[pa.Array]:
     cleaner = _cleaner(unit)
     for lines in read_fasta_lines(local_path(unit), max_record=unit.file.content.longest, cleaner=cleaner):
         yield columns(lines).column("text")
-    _report(unit, cleaner)
+    _report(str(unit), unit, cleaner)
 
 
 def _column(unit: Unit, names: list[str]) -> str:
@@ -211,6 +213,11 @@ def _column(unit: Unit, names: list[str]) -> str:
     if (column := column_named(names, content.columns)) is not None:
         return column
     found = ", ".join(names)[:80]
+    for delimiter, name in {";": "semicolons", "\t": "tabs", ",": "commas"}.items():
+        if len(names) == 1 and delimiter in names[0]:
+            raise UserError(
+                f"{unit}: one column, {found!r}: separated by {name}? Save it as CSV with commas, or as .tsv"
+            )
     raise UserError(f"{unit}: no column {' or '.join(content.columns)}, only {found}: {content.other_column}")
 
 
@@ -329,8 +336,10 @@ def read_sequences(
         data, offsets, refused = cleaner(*characters(text), lambda number, row=row: f"row {row + number + 1:,}")
         cleaner.changes.empty += int(np.count_nonzero(np.diff(offsets) == 0)) - len(refused)
         row += len(text)
+        if str(unit) not in _told:  # not only at the end: a file may be long
+            _report(f"{unit}, rows {first_row + 1:,} to {row:,}", unit, cleaner)
         yield data, offsets
-    _report(unit, cleaner)
+    _report(str(unit), unit, cleaner)
 
 
 def _cleaner(unit: Unit) -> Cleaner:
@@ -338,13 +347,15 @@ def _cleaner(unit: Unit) -> Cleaner:
     return Cleaner(str(unit), content.gaps, BadRecords(content.on_bad_record), is_alignment(unit.file.path))
 
 
-_reported: set[str] = set()  # units, by this process: each epoch reads them again
+_told: dict[str, list] = {}  # what this process has reported of each unit: every epoch reads it again
 
 
-def _report(unit: Unit, cleaner: Cleaner) -> None:
-    if str(unit) not in _reported:
-        _reported.add(str(unit))
-        cleaner.report()
+def _report(where: str, unit: Unit, cleaner: Cleaner) -> None:
+    """Log what was changed and skipped, unless there is nothing new."""
+    state = cleaner.state
+    if state != Cleaner("").state and state not in _told.setdefault(str(unit), []):
+        _told[str(unit)].append(state)
+        cleaner.report(where)
 
 
 class _Network(Exception):

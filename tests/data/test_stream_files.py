@@ -38,9 +38,9 @@ def test_reader_cleans_texts_and_counts_unknown(tmp_path):
 
 def test_memory_store_skips_empty_rows(tmp_path):
     path = tmp_path / "a.parquet"
-    pa.parquet.write_table(pa.table({"text": ["", "MKV", None, "acd", "M*é" + "LA" * 15]}), path)
+    pa.parquet.write_table(pa.table({"text": ["", "MKV", None, "acd", "M*1" + "LA" * 15]}), path)
     found = sorted(first_epoch(plan_of(path, 1)))
-    assert found == ["ACD", "M???" + "LA" * 15, "MKV"]  # an é is two bytes
+    assert found == ["ACD", "M??" + "LA" * 15, "MKV"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_source_of_directories_and_globs(tmp_path):
             b"id,text\n" + b"1,A protein of the cell wall.\n" * 50,
             "19% of the characters are blanks",
         ),
-        ("a.jsonl", b"[1, 2]\n", "first line is not a JSON object"),
+        ("a.jsonl", b"[1, 2]\n", "a JSON array: write an object a line"),
         ("a.txt", b"MKV\n", "its name has no known suffix"),
     ],
 )

@@ -12,6 +12,7 @@ from common.models.esm2.alphabet import encode
 from extras.downstream.labels import IGNORE, contradictions, has_label, label_items, read_examples, task_of
 from extras.downstream.probes import labels_of, read_sequences
 from extras.downstream.splits import split_of
+from extras.sources.proteins import ProteinFlags
 from tests.data_fixtures import proteins, write_fasta
 from tests.extras.downstream.tables import write_table
 
@@ -145,3 +146,31 @@ def test_targets_of_a_regression_are_nan_where_a_residue_has_no_label(tmp_path):
     _, examples = read_examples(str(table_of(tmp_path / "a.csv", rows)))
     expected = [math.nan, math.nan, *(n / 4 for n in range(len(SEQUENCES[0]) - 2))]
     np.testing.assert_array_equal(examples[0].target, expected)
+
+
+def test_what_is_changed_in_a_column_of_sequences_is_said(tmp_path, caplog):
+    caplog.set_level("INFO")
+    rows = [(f"LAGVSERTIDPJ {text}*", n / 7) for n, text in enumerate(SEQUENCES)]
+    path = str(table_of(tmp_path / "a.csv", rows))
+    _, examples = read_examples(path)
+    assert [each.residues for each in examples] == [f"LAGVSERTIDPX{text}" for text in SEQUENCES]
+    assert f"--dataset {path}: removed: 60 blanks, 60 stops (*) at the end" in caplog.messages
+    unknown = "60 characters in 60 records are not residues: <unk> (row 2, row 3, row 4 and others)"
+    assert f"--dataset {path}: {unknown}" in caplog.messages
+
+
+def test_gaps_of_a_column_of_sequences_follow_the_flag(tmp_path):
+    rows = [(f"{text[:9]}--{text[9:]}", n / 7) for n, text in enumerate(SEQUENCES)]
+    path = str(table_of(tmp_path / "a.csv", rows))
+    with pytest.raises(UserError, match="row 2 has gaps"):
+        read_examples(path)
+    _, examples = read_examples(path, proteins=ProteinFlags("remove"))
+    assert [each.residues for each in examples] == SEQUENCES
+
+
+def test_decimal_commas_are_refused(tmp_path):
+    rows = [(text, f"{n % 4},5") for n, text in enumerate(SEQUENCES)]
+    path = str(table_of(tmp_path / "a.csv", rows))
+    for read in (read_examples, lambda path: labels_of([label for _, label in rows], None, f"--dataset {path}")):
+        with pytest.raises(UserError, match=r"'0,5' has a decimal comma: write it with a point"):
+            read(path)

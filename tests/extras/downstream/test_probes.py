@@ -535,7 +535,7 @@ def test_run_evaluates_probes_as_probe_py_does_on_its_export(dataset, proteins, 
         ("sequence,label\nMKVLAG,1\n", "labels.csv: 1 labels in the training part"),
         (
             "sequence,label\n0123456789,1\n",
-            "row 2: the sequence '0123456789' has 10 characters of 10 that are not residues",
+            "row 2 has 10 characters of 10 that are not residues",
         ),
     ],
 )

@@ -109,3 +109,10 @@ def test_sizes_of_splits_that_are_given_are_refused(tmp_path, splits, flags, sai
         return
     with pytest.raises(UserError, match=f"^{said}"):
         splits_of(path, flags=flags)
+
+
+@pytest.mark.parametrize(("named", "more"), [(("Split",), ()), (("Set", "Validation"), ("0.0",))])
+def test_columns_of_splits_are_known_in_any_case_of_letters(tmp_path, named, more):
+    rows = [(text, n / 7, ("train", "validation", "test")[n % 3], *more) for n, text in enumerate(SEQUENCES)]
+    path = write_table(tmp_path / "a.csv", ["sequence", "label", *named], rows)
+    assert splits_of(path) == ["train", "validation", "test"] * 20

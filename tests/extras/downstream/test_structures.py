@@ -142,3 +142,22 @@ def test_structures_that_are_not_there_are_one_line(tmp_path, made):
         directory.mkdir()
     with pytest.raises(UserError, match="no protein chain in 0" if made else "no such directory"):
         read_structures(str(directory))
+
+
+def test_ter_ends_a_chain_and_names_of_force_fields_are_residues(tmp_path):
+    """Two chains of one letter; HID and CYX, as AMBER writes them."""
+    path = tmp_path / "a.pdb"
+    one, two = (pdb([(name, f"{n}", 3.8 * n) for n, name in enumerate(names, 1)]) for names in (FULL[:2], FULL[3:]))
+    path.write_text(one.replace("END\n", "") + two)
+    assert [chain.sequence for chain in chains_of(path)] == ["GA", "LSKW"]
+    path.write_text(pdb([("HID", "1", 0.0), ("CYX", "2", 3.8), ("ALA", "3", 7.6)]))
+    assert [chain.sequence for chain in chains_of(path)] == ["HCA"]
+
+
+def test_files_that_are_no_structures_by_name_are_named(tmp_path, caplog):
+    caplog.set_level("INFO")
+    _, text = next(iter(coil_structures(1, 1)))
+    (tmp_path / "a.pdb").write_text(text)
+    (tmp_path / "b.pdb1").write_text(text)
+    assert len(read_structures(str(tmp_path))) == 1
+    assert "left out, neither .pdb, .ent, .cif nor .mmcif: b.pdb1" in caplog.text

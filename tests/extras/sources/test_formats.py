@@ -30,21 +30,30 @@ def read(path, **options) -> list[str]:
 
 
 def test_a_directory_gives_every_file_of_proteins_and_names_the_others(tmp_path, caplog):
-    names = ["a.fasta", "b.fa", "c.faa", "d.fas", "e.fsa", "f.pep", "g.seq", "h.a3m", "sequences", "i.fna.bak"]
+    names = ["a.fasta", "b.fa", "c.faa", "d.fas", "e.fsa", "f.pep", "g.seq", "h.a3m", "sequences", "i.part"]
     for name in names:
         (tmp_path / name).write_bytes(FASTA)
     (tmp_path / "j.xyz").write_bytes(gzip.compress(FASTA))
     (tmp_path / "small.json").write_text(json.dumps({"id": 1, "sequence": "MKVLAG"}) + "\n")
-    others = ["README.md", "dataset_infos.json", "table.txt"]
+    others = ["README.md", "base.fasta~", "dataset_infos.json", "empty.fasta", "rna.fna", "table.txt"]
+    for name in ("base.fasta~", "rna.fna"):
+        (tmp_path / name).write_bytes(FASTA)
+    (tmp_path / "empty.fasta").touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "linked/b.fasta").write_bytes(FASTA)
+    (tmp_path / "more/again").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "more/other").symlink_to(tmp_path / "linked", target_is_directory=True)
     (tmp_path / "dataset_infos.json").write_text(json.dumps({"default": {"features": {"sequence": {}}}}))
     for name in ("README.md", "table.txt"):
         (tmp_path / name).write_text("> a quotation\nMKVLAG\n")
     (tmp_path / ".hidden.fasta").write_bytes(FASTA)
     with caplog.at_level(logging.INFO):
-        assert sorted(read(tmp_path)) == sorted(["MKVLAG", "MKV"] * 11 + ["MKVLAG"])
-    assert f"left out, no proteins by name or content: {', '.join(others)}" in caplog.text
-    files = open_source(str(tmp_path), False).splits["train"]
-    assert count_records(files) == 23
+        assert sorted(read(tmp_path)) == sorted(["MKVLAG", "MKV"] * 12 + ["MKVLAG"])
+    assert f"left out, no proteins by name or content: {', '.join(others[:5])} and 1 more" in caplog.text
+    source = open_source(str(tmp_path), False)
+    assert source.name == str(tmp_path)
+    assert count_records(source.splits["train"]) == 25
 
 
 def test_an_alignment_is_counted_in_records(tmp_path):
@@ -80,5 +89,23 @@ def test_rows_without_a_protein_are_counted(tmp_path, caplog):
     path.write_text("id,sequence\n1,MKV\n2,\n3, \n4,M-K\n5,MKL\n")
     with caplog.at_level(logging.INFO):
         assert read(path, on_bad_record="skip") == ["MKV", "", "", "", "MKL"]
-    assert "a.csv: 2 records have no protein: left out" in caplog.text
+    assert "a.csv, rows 1 to 5: 2 records have no protein: left out" in caplog.text
     assert "1 bad records were skipped" in caplog.text
+
+
+def test_a_pair_of_quotes_around_a_whole_value_of_tsv_is_not_part_of_it(tmp_path):
+    """As R's write.table has it."""
+    path = tmp_path / "a.tsv"
+    path.write_text('"sequence"\t"label"\n"MKVLAG"\t"high"\n"MKV"\tNA\n')
+    assert read(path) == ["MKVLAG", "MKV"]
+    assert read_table(path, "a.tsv") == (
+        ["sequence", "label"],
+        [{"sequence": "MKVLAG", "label": "high"}, {"sequence": "MKV", "label": "NA"}],
+    )
+
+
+def test_a_table_of_one_column_says_what_separates_it(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("id;sequence\n1;MKV\n")
+    with pytest.raises(UserError, match="separated by semicolons"):
+        read(path)

@@ -9,7 +9,7 @@ import pytest
 from common.cli import UserError
 from extras.sources import residues
 from extras.sources.fasta import read_fasta
-from extras.sources.proteins import ProteinFlags, normalised, read_proteins
+from extras.sources.proteins import ProteinFlags, clean_texts, read_proteins
 from extras.sources.records import BadRecords
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 
@@ -111,10 +111,35 @@ def test_a_repeated_id_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["MKVLAGW", "mkvlagw", " M K V L A G W ", "MKVLAGW*", "mkv lag\tw**"])
 def test_a_protein_has_one_identity_however_it_is_written(text):
-    assert normalised(text, "row 1") == "MKVLAGW"
+    assert clean_texts([text, "MKV"], "a.csv", ["row 1", "row 2"]) == ["MKVLAGW", "MKV"]
 
 
-@pytest.mark.parametrize("text", ["MK-VLA", "12345", "MKé", "Sequence unavailable"])
+@pytest.mark.parametrize("text", ["MK-VLA", "12345", "MK\u00a0VLA", "Sequence unavailable", "MKV:LAG"])
 def test_what_is_no_protein_is_refused(text):
-    with pytest.raises(UserError, match="^row 1: the sequence"):
-        normalised(text, "row 1")
+    with pytest.raises(UserError, match=r"^a\.csv: row 2 (has|says)"):
+        clean_texts(["MKV", text], "a.csv", ["row 1", "row 2"])
+    assert clean_texts(["MKV", text], "a.csv", ["row 1", "row 2"], ProteinFlags(on_bad_record="skip")) == ["MKV", ""]
+
+
+@pytest.mark.parametrize("word", ["NA", "nan", "None", "null", "N/A"])
+def test_words_for_a_missing_value_are_no_protein(tmp_path, word):
+    assert clean_texts(["MKV", word, "MNA"], "a.csv", ["row 1", "row 2", "row 3"]) == ["MKV", "", "MNA"]
+    path = tmp_path / "a.fasta"
+    path.write_text(f">one\nMKV\n>two\n{word}\n")
+    with pytest.raises(UserError, match="record two has no residues"):
+        read_proteins(str(path))
+
+
+def test_lines_and_files_of_other_formats_are_no_residues(tmp_path):
+    path = tmp_path / "a.fasta"
+    path.write_bytes(b">one x\rMKV\rLAG\r>two\rMKV\r")
+    assert read_proteins(str(path)) == {"one": "MKVLAG", "two": "MKV"}, "line ends of old Macs"
+    path.write_bytes(b">one\nMKV\n# next cluster\n>two\nMKL\n//\n>three\nMKA\n")
+    assert read_proteins(str(path)) == {"one": "MKV", "two": "MKL", "three": "MKA"}
+    path.write_bytes(b">P1;one\nAlpha crystallin B chain\nMKV*\n")
+    with pytest.raises(UserError, match=r"line 1: PIR \(NBRF\)"):
+        read_proteins(str(path))
+    path.write_bytes(b">1abc_A mol:protein length:3  A\nMKV\n>1abc_B mol:na length:4  DNA\nGATC\n")
+    with pytest.raises(UserError, match=r"record 2 \(1abc_B\) is a nucleic acid"):
+        read_proteins(str(path))
+    assert read_proteins(str(path), flags=ProteinFlags(on_bad_record="skip")) == {"1abc_A": "MKV"}
