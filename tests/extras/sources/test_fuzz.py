@@ -10,14 +10,18 @@ import re
 import pytest
 
 from common.cli import UserError
+from extras.inference.encoder import look_through
 from extras.inference.mutation_tables import read_rows as read_table
 from extras.sources.csv_records import read_rows as read_csv
 from extras.sources.dataset import open_source
 from extras.sources.fasta import read_fasta
 from extras.sources.formats import proteins
+from extras.sources.proteins import ProteinFlags, proteins_of
 from extras.sources.records import BadRecords
 from extras.sources.residues import RESIDUES, Cleaner
 from extras.sources.sequence_files import read_sequences, units_of
+from tests.data_fixtures import DOWNLOAD, call
+from tests.extras.prepare.test_download_data import partitions
 
 NAMES = ["5'-nucleotidase", "3-ligase (EC 6.5.1.1)", "capsid", "kinase, tyrosine", 'the "long" one']
 PIECES = [
@@ -171,3 +175,40 @@ def test_mutated_labels_keep_their_rows_or_name_the_line(tmp_path, seed, delimit
         accepted += 1
         assert len(rows) == len(lines_of(content)) - 1, (number, content)
     assert accepted > 5
+
+
+def test_scripts_read_the_same_proteins_or_all_refuse(tmp_path):
+    """Step 0, --dataset of the train scripts, embed.py, and what the other scripts share, of each mutated file."""
+    draw, accepted = random.Random(7), 0
+    for number in range(30):
+        path = tmp_path / f"{number}.fasta"
+        path.write_bytes(mutated(draw, fasta_of(draw)))
+        gaps = draw.choice([None, "remove", "keep"])
+        flags = ProteinFlags(gaps, "skip")
+        words = ("--on_bad_record", "skip", *(("--gaps", gaps) if gaps else ()))
+
+        def step_0(path=path, words=words) -> int:
+            out = path.with_suffix("")
+            call(DOWNLOAD, "--source", path, "--output_dir", out, *words)
+            return sum(map(len, partitions(out / "csv")))
+
+        def dataset(path=path, gaps=gaps) -> int:
+            content = proteins(gaps=gaps, on_bad_record="skip")
+            units = units_of(open_source(str(path), False, content=content).splits["train"], 1)
+            return sum(int((ends[1:] > ends[:-1]).sum()) for unit in units for _, ends in read_sequences(unit, 0))
+
+        def embed(path=path, flags=flags) -> int:
+            return look_through(str(path), flags=flags).proteins
+
+        def others(path=path, flags=flags) -> int:
+            return sum(1 for _ in proteins_of(str(path), flags))
+
+        found = []
+        for read in (step_0, dataset, embed, others):
+            try:
+                found.append(read())
+            except UserError:
+                found.append(0)
+        assert len(set(found)) == 1, (number, found)
+        accepted += found[0] > 0
+    assert accepted > 10
