@@ -70,7 +70,7 @@ class Table:
             if block is None:
                 raise too_long(f"{self.where}: after row {done}", self.block_bytes)
             skipped: dict[int, str] = {}
-            lines = sum(map(bool, block.split(b"\n")))
+            lines = _filled_lines(block)
             if not lines:
                 continue
             try:
@@ -163,6 +163,13 @@ class Table:
             if reader.line_num > before + 1:
                 raise UserError(f"{self.where}: row {done + before - empty + 1}: {STRAY_QUOTE}")
             before, empty = reader.line_num, empty + (not row)
+
+
+def _filled_lines(block: bytes) -> int:
+    """Lines that are not empty; they end with a line feed alone."""
+    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+    empty = np.count_nonzero(np.diff(ends, prepend=-1) == 1)
+    return len(ends) - int(empty) + (not block.endswith(b"\n") and bool(block))
 
 
 def _numbered(error: pa.ArrowInvalid, done: int) -> str:
