@@ -33,7 +33,7 @@ SLOW = {
     ),
     "extras/decoders/test_model.py": ("test_decoder_compiled_layers_agree[mistral_8x7b]",),
     "extras/downstream/test_groups.py": ("test_fine_tuning_holds_out_clusters_by_mmseqs",),
-    "extras/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs",),
+    "extras/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs_and_counts_relatives",),
     "extras/dry_run/test_dry_run.py": (
         "test_dry_run_peak_is_that_of_a_real_run[train_fsdp2.py-4-num_hidden_layers=2,hidden_size=240,num_attention_heads=10,intermediate_size=960-flags3]",
         "test_dry_run_peak_is_that_of_a_real_run[train_fsdp2.py-2-None-flags6]",

@@ -43,11 +43,11 @@ def test_signal_to_a_new_worker_is_not_read_as_one_for_its_rank():
 
 
 def test_stop_ends_the_wait_for_an_item():
-    stop = StopRequest()
+    stop, before = StopRequest(), multiprocessing.active_children()
     items = deliver(_Signals(), 1, 2, False, stop)
     assert stop.next_unless_stopped(items).tolist() == [*SIGNALS]
     assert stop.next_unless_stopped(items) is not None
     request = threading.Timer(0.3, setattr, (stop, "requested", True))
     request.start()
     assert stop.next_unless_stopped(items) is None
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(before)
