@@ -109,7 +109,7 @@ def assert_stops(dataset: Path, out: Path, phase: str, points: int, only: Callab
     assert stopped > points // 2, "a run has fewer events than the one in which they were counted"
 
 
-@pytest.mark.parametrize("points", [4, 40])
+@pytest.mark.parametrize("points", [2, 40])
 @pytest.mark.parametrize("phase", PHASES)
 def test_stop_at_any_point_ends_and_the_next_start_resumes(dataset, whole, tmp_path, phase, points):
     out = tmp_path / "out"
