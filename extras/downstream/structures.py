@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import logging
 import math
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ STEP_ANGSTROM, LONGEST_STEP = 3.8, 4.5  # between C-alphas of neighbours; more t
 WORD = 10  # residues that two chains of one protein have in common, without a gap
 SAME = 0.95  # of the shorter chain's residues that are aligned to equal ones, in chains of one protein
 CONTACT_ANGSTROM = 8.0
+BEYOND_END = re.compile(rb"^END[ \t\r]*$.*?^ATOM", re.MULTILINE | re.DOTALL)  # gemmi stops at END, without a word
 # Names of AMBER and CHARMM for states of protonation, and for bridged cysteines.
 PROTONATED = {**dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "HIS"), "CYX": "CYS", "CYM": "CYS"}
 PROTONATED |= {"ASH": "ASP", "GLH": "GLU", "LYN": "LYS"}
@@ -160,7 +162,10 @@ def chains_of(path: Path) -> Iterator[Chain]:
     import gemmi
 
     if _format(path) == "Pdb":  # TER ends a chain, whatever letter the next one has
-        structure = gemmi.read_pdb_string(_content(path), split_chain_on_ter=True)
+        content = _content(path)
+        if BEYOND_END.search(content):
+            raise ValueError("it has atoms after END: make a file of each structure")
+        structure = gemmi.read_pdb_string(content, split_chain_on_ter=True)
     else:
         structure = gemmi.read_structure_string(_content(path), format=gemmi.CoorFormat.Mmcif)
     if not len(structure):

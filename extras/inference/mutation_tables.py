@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 from common.cli import UserError, one_line
 from extras.inference.mutations import Variant, compare, parse_variant, quoted
+from extras.sources.compression import HEAD_BYTES, detect_non_text, open_decompressed, strip_compression
 
 MUTANT, PROTEIN = "mutant", "protein"
 # ProteinGym's, besides `mutant`.
@@ -57,17 +59,19 @@ def _spans_lines(row: dict[Any, Any]) -> bool:
 
 
 def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the columns, and the rows of a CSV file, or of a TSV file by its name; `where` begins the errors.
+    """The names of the columns, and the rows of a CSV file, or of a TSV file by its name, plain or compressed; `where`
+    begins the errors.
 
     A row is a line: UserError for a value that goes over a line end, as after a quote that is not closed, and for a
-    quote inside a quoted value. In TSV quotes are ordinary characters, but for a pair
-    around a whole value.
+    quote inside a quoted value. In TSV quotes are ordinary characters, but for a pair around a whole value.
     """
     form: dict[str, Any] = {"strict": True}
-    if str(path).lower().endswith(".tsv"):
+    if strip_compression(str(path).lower()).endswith(".tsv"):
         form |= {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     rows = []
-    with open(path, newline="", encoding="utf-8-sig") as file:
+    with open_decompressed(path) as raw, io.TextIOWrapper(raw, newline="", encoding="utf-8-sig") as file:
+        if problem := detect_non_text(raw.peek(HEAD_BYTES)[:HEAD_BYTES]):
+            raise UserError(f"{where}: not a CSV file: {problem}")
         reader, before = csv.DictReader(read_lines(file, where), **form), 0
         try:
             names = list(reader.fieldnames or [])

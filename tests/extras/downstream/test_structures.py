@@ -161,3 +161,11 @@ def test_files_that_are_no_structures_by_name_are_named(tmp_path, caplog):
     (tmp_path / "b.pdb1").write_text(text)
     assert len(read_structures(str(tmp_path))) == 1
     assert "left out, neither .pdb, .ent, .cif nor .mmcif: b.pdb1" in caplog.text
+
+
+def test_structures_joined_by_end_are_left_out_with_a_word(tmp_path, caplog):
+    _, text = next(iter(coil_structures(1, 1)))
+    (tmp_path / "a.pdb").write_text(text + text)
+    (tmp_path / "b.pdb").write_text(text + "\n")
+    assert [chain.name for chain in read_structures(str(tmp_path))] == ["b_A"]
+    assert "a.pdb (it has atoms after END: make a file of each structure): cannot be read" in caplog.text

@@ -109,3 +109,12 @@ def test_a_table_of_one_column_says_what_separates_it(tmp_path):
     path.write_text("id;sequence\n1;MKV\n")
     with pytest.raises(UserError, match="separated by semicolons"):
         read(path)
+
+
+def test_tables_of_labels_may_be_compressed_and_say_what_else_they_are(tmp_path):
+    text = b"sequence,label\nMKV,1\n"
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text))
+    assert read_table(tmp_path / "a.csv.gz", "a.csv")[1] == [{"sequence": "MKV", "label": "1"}]
+    (tmp_path / "a.csv").write_bytes(text.decode().encode("utf-16"))
+    with pytest.raises(UserError, match="^a.csv: not a CSV file: it is UTF-16: convert it"):
+        read_table(tmp_path / "a.csv", "a.csv")
