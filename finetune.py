@@ -27,6 +27,7 @@ import torch
 
 from common.cli import StoppedBySignal, UserError, one_line, run
 from common.files.json_files import content_hash, read_json, replace_directory, replace_flushed, write_json
+from common.files.runs import final_model_of
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import dropout_of, local_directory, model_hash
 from common.models.registry import NO_STOCK, encoder_family
@@ -38,7 +39,7 @@ from extras.downstream.outputs import Manifest, Output, claimed, writing
 from extras.downstream.results import RESULTS
 from extras.downstream.splits import SPLITS
 from extras.downstream.tuned_card import card_of
-from extras.export import final_model_of, is_checkpoint
+from extras.export import is_checkpoint
 from extras.prepare.relatives import HELP, say_relatives
 from extras.sources.proteins import ProteinFlags
 

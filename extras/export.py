@@ -24,6 +24,7 @@ from torch import Tensor
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
 from common.files.json_files import check_type, shorten
+from common.files.runs import final_model_of, list_checkpoints
 from common.models.layers.hf_directory import Training
 from common.models.registry import FAMILIES, Family, family_of
 from common.training import checkpoint_files as files
@@ -35,13 +36,12 @@ from extras.text.tokenizers import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 MODEL, EXTRAS = "model.", "extras."
-FINAL_MODEL = "final_model"  # of a run
 
 
 def choose(path: Path) -> Path:
     """The checkpoint that `path` stands for, with its files verified. UserError if none is intact."""
     alone = World(0, 0, 1, torch.device("cpu"))
-    if not (path / files.MANIFEST).exists() and files.list_checkpoints(path):
+    if not (path / files.MANIFEST).exists() and list_checkpoints(path):
         newest = newest_usable(path, alone, advice="there is nothing to export")
         logger.info("%s: its newest whole checkpoint is %s", path, newest.name)
         return newest
@@ -68,23 +68,9 @@ def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None
     return family.form
 
 
-def final_model_of(name: str) -> str:
-    """A run's final_model/ if `name` is its directory, else the name as it is."""
-    final = Path(name) / FINAL_MODEL
-    return str(final) if (final / "config.json").is_file() else name
-
-
-def model_of_run(path: Path) -> Path:
-    """Of a run's directory its final_model/, or its newest checkpoint, which is not verified; else the path."""
-    if (final := Path(final_model_of(str(path)))) != path:
-        return final
-    inside = files.list_checkpoints(path)
-    return inside[0][1] if inside else path
-
-
 def is_checkpoint(path: Path) -> bool:
     """Of a run, or a run with one."""
-    return (path / files.MANIFEST).exists() or bool(files.list_checkpoints(path))
+    return (path / files.MANIFEST).exists() or bool(list_checkpoints(path))
 
 
 def exported(name: str, stack: ExitStack) -> str:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from common.training.checkpoint_files import list_checkpoints
+from common.files.runs import list_checkpoints
 from tests.forked import context
 from tests.patience import POLL_S, TIMEOUT_S, communicate, join, wait_until
 from tests.training_fixtures import (

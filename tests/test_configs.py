@@ -15,10 +15,10 @@ import torch
 from common.cli import UserError
 from common.data.training_data import open_data
 from common.distributed.world import World
+from common.files.runs import list_checkpoints
 from common.flags import flat
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training import registry as tasks
-from common.training.checkpoint_files import list_checkpoints
 from extras.decoders.config import GUIDE_RUNS, PRESETS
 from extras.prepare.sample import SAMPLE
 from tests.conftest import ROOT

@@ -18,7 +18,8 @@ from torch import Tensor
 from common.cli import UserError
 from common.data import TokenSet
 from common.distributed.world import World
-from common.models.layers.hf_directory import read_config, resolve_directory
+from common.files.runs import resolve_directory
+from common.models.layers.hf_directory import read_config
 from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 

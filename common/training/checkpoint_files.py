@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import socket
 import time
@@ -19,27 +18,21 @@ from isal import isal_zlib
 
 from common.cli import UserError, one_line
 from common.files.json_files import check_type, file_size, is_plain_name, open_regular, read_json, shorten
+from common.files.runs import FINAL_MODEL, list_checkpoints
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
 # NFS clients cache attributes for up to a minute before they see a file that another machine has written.
 SHARED_PATIENCE_S = 90.0
 SAVED = ".saved"  # an empty file: some checkpoint was once complete here
-RESULTS = ("train_results.json", "final_model")
+RESULTS = ("train_results.json", FINAL_MODEL)
 MANIFEST = "manifest.json"
 
 
 class Corrupt(Exception):
     """A checkpoint that is incomplete or damaged; the message says how."""
-
-
-def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """(step, directory), newest (by number) first."""
-    paths = (path for path in output_dir.glob("checkpoint-*") if path.is_dir())
-    return sorted(((int(match[1]), path) for path in paths if (match := NAME.fullmatch(path.name))), reverse=True)
 
 
 def check_nothing_was_completed(output_dir: Path) -> None:

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from common.cli import UserError
 from common.distributed.fsdp import copy_to_shard
 from common.distributed.world import World
+from common.files.runs import resolve_directory
 from common.flags import flat, with_flags
 from common.models.layers.compiling import check_cuda_graphs, compile_layers, keep_addresses
 from common.models.layers.context_attention import enable_context_parallel
-from common.models.layers.hf_directory import is_checkpoint, resolve_directory
+from common.models.layers.hf_directory import is_checkpoint
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.precision.build import choose_plan, set_formats, start_te_stats

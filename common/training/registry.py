@@ -18,8 +18,8 @@ from typing import Any
 
 from common.cli import UserError
 from common.distributed.strategy import StrategyFlags
+from common.files.runs import resolve_directory
 from common.flags import changed_defaults, flag_specs, flat, is_file_of_flags, parse_arguments, read_file_of_flags
-from common.models.layers.hf_directory import resolve_directory
 from common.models.registry import FAMILIES, family_of
 from common.training.arguments import RunArguments
 from common.training.task import Task

@@ -17,8 +17,9 @@ from common.cli import UserError, one_line
 from common.console import is_terminal
 from common.data.training_data import PlannedData, TrainingData
 from common.distributed.world import World
+from common.files.runs import FINAL_MODEL, resolve_directory
 from common.flags import flat
-from common.models.layers.hf_directory import Training, resolve_directory
+from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from common.training.evaluation import Evaluator
@@ -200,7 +201,7 @@ def export_model(
 
     fitted, results: of the Evaluator, for the model and its card.
     """
-    directory = Path(task.flags.checkpoint.output_dir) / "final_model"
+    directory = Path(task.flags.checkpoint.output_dir) / FINAL_MODEL
     heads, chains = fitted
     pieces, training = task.exported(gather, heads), Training.of_state(asdict(state))
     training = replace(training, contacts=chains, results=results or {})

@@ -13,6 +13,7 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.world import World
+from common.files.runs import list_checkpoints
 from common.models.layers.backend import BACKENDS, KEPT
 from common.training.arguments import RunArguments
 from common.training.checkpoint import TRAINER_STATE
@@ -22,7 +23,6 @@ from common.training.checkpoint_files import (
     check_file,
     check_nothing_was_completed,
     check_same_model,
-    list_checkpoints,
     read_listed,
     read_manifest,
 )

@@ -20,7 +20,8 @@ from typing import Any
 
 from common.cli import UserError
 from common.files.json_files import open_private
-from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
+from common.files.runs import CHECKPOINT, list_checkpoints
+from common.training.checkpoint_files import PARTIAL, SAVED, SUPERSEDED
 from common.training.run_logger import METRICS, OLD_RUN_INFO, RUN_INFO
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ def clear(output_dir: Path) -> None:
     """Remove the files of an earlier run, and no others."""
     if list_checkpoints(output_dir):
         logger.warning("Removing the earlier run in %s, as --overwrite_output_dir says", output_dir)
-    numbered = (p for p in output_dir.iterdir() if NAME.fullmatch(p.name.removeprefix(SUPERSEDED)))
+    numbered = (p for p in output_dir.iterdir() if CHECKPOINT.fullmatch(p.name.removeprefix(SUPERSEDED)))
     patterns = f"{PARTIAL}*", TRACKER_FILES, TRACES, *LOSSES
     own = [*numbered, *(path for pattern in patterns for path in output_dir.glob(pattern))]
     for path in [*own, *(output_dir / name for name in (*OWN_FILES, *OWN_DIRECTORIES))]:

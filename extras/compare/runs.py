@@ -14,9 +14,9 @@ from typing import Any
 
 from common.cli import UserError, one_line
 from common.files.json_files import read_json_lines
+from common.files.runs import list_checkpoints
 from common.training.arguments import DownstreamFlags, DryRunFlags, LearningRateFlags
 from common.training.checkpoint import CheckpointFlags
-from common.training.checkpoint_files import list_checkpoints
 from common.training.progress import HARMLESS
 from common.training.protein_losses import ProteinLosses, read_losses
 from common.training.resume import short_identity

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from common.cli import UserError
+from common.files.runs import resolve_directory
 from common.flags import Missing, flag, with_flags
 from common.models.layers.backend import STOCK, BackendFlags
-from common.models.layers.hf_directory import resolve_directory
 from common.models.registry import encoders
 from common.training.arguments import RunArguments
 from common.training.optim import OptimizerFlags

@@ -15,11 +15,11 @@ import torch
 
 from common.cli import UserError
 from common.data.token_store import open_split
+from common.files.runs import CHECKPOINT
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES
 from common.models.layers.initialise import count_parameters
 from common.models.registry import Family, family_of
-from common.training.checkpoint_files import NAME
 from extras.decoders.config import PRESETS
 from extras.preflight.report import ERROR, OK, WARN, Finding
 from extras.sources.dataset import Source, open_source
@@ -56,7 +56,7 @@ def checkpoint_bytes(output_dir: Path) -> int:
     return sum(
         file.stat().st_size
         for directory in output_dir.glob("checkpoint-*")
-        if NAME.fullmatch(directory.name)
+        if CHECKPOINT.fullmatch(directory.name)
         for file in directory.rglob("*")
         if file.is_file()
     )

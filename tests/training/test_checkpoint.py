@@ -16,7 +16,8 @@ import torch
 
 from common.distributed.world import World
 from common.files.json_files import read_json, size_and_crc
-from common.training import checkpoint_files, resume
+from common.files.runs import list_checkpoints
+from common.training import resume
 from common.training.resume import damage_of, newest_usable
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
@@ -227,7 +228,7 @@ def test_checkpoint_newest_is_by_number(run, dataset):
     os.utime(run / "checkpoint-2")
     (run / "checkpoint-4").rename(run / "checkpoint-10")  # text order would put it first
     assert newest_usable(run, ALONE).name == "checkpoint-10"
-    assert [step for step, _ in checkpoint_files.list_checkpoints(run)] == [10, 6, 2]
+    assert [step for step, _ in list_checkpoints(run)] == [10, 6, 2]
 
 
 def test_checkpoint_refuses_step_0_if_none_is_intact(run, finished, dataset, tmp_path):

@@ -32,6 +32,7 @@ from common.files.json_files import (
     replace_directory,
     shorten,
 )
+from common.files.runs import resolve_directory
 
 Config = TypeVar("Config")
 
@@ -119,17 +120,6 @@ def check_heads(config: Any, where: str) -> None:
             f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
             f"({config.num_attention_heads}): rotary embeddings need an even head dimension"
         )
-
-
-def resolve_directory(name: str) -> Path:
-    """The directory that --model_name_or_path stands for: of a run its final_model/, or its newest checkpoint, not
-    verified; else the name as it is."""
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        from extras.export import model_of_run
-
-        return model_of_run(path)
-    return path
 
 
 def load_config(name: str, read: Callable[[Path], Config], given: str, built_in: Iterable[str], hint: str) -> Config:

@@ -1,0 +1,35 @@
+"""What a run leaves in its directory, by name: final_model/ and checkpoint-N/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FINAL_MODEL = "final_model"
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """(step, directory), newest (by number) first."""
+    paths = (path for path in output_dir.glob("checkpoint-*") if path.is_dir())
+    return sorted(
+        ((int(match[1]), path) for path in paths if (match := CHECKPOINT.fullmatch(path.name))), reverse=True
+    )
+
+
+def final_model_of(name: str) -> str:
+    """A run's final_model/ if `name` is its directory, else the name as it is."""
+    final = Path(name) / FINAL_MODEL
+    return str(final) if (final / "config.json").is_file() else name
+
+
+def resolve_directory(name: str) -> Path:
+    """The directory that --model_name_or_path stands for: of a run its final_model/, or its newest checkpoint, not
+    verified; else the name as it is."""
+    path = Path(name)
+    if not path.is_dir() or (path / "config.json").is_file():
+        return path
+    if (final := Path(final_model_of(name))) != path:
+        return final
+    inside = list_checkpoints(path)
+    return inside[0][1] if inside else path
