@@ -90,7 +90,7 @@ RECIPE = {
     9: Row(
         "two ranks",
         held("test_configs.py::test_sanity_run_of_one_process_is_complete_for_two"),
-        "torchrun --nproc_per_node=2 train_fsdp2.py",
+        "torchrun --nproc_per_node=2 train_fsdp2.py  # or train_mfsdp.py / train_ddp.py",
         blocks=(6,),
     ),
     10: Row("slurm.sh", translates("slurm/train_fsdp.sh"), "sbatch slurm.sh"),
@@ -201,7 +201,8 @@ RECIPE = {
     29: typed(
         "a copy of it",
         "export HF_TOKEN=hf_token\n"
-        "hf download nvidia/esm2_uniref_pretraining_data --repo-type dataset --local-dir /fsx/download/directory",
+        "hf download nvidia/esm2_uniref_pretraining_data --repo-type dataset --local-dir "
+        "/path/to/download/directory",
         asks("hf", "--repo-type dataset"),
         blocks=(16,),
     ),

@@ -111,7 +111,7 @@ SLURM = {
         "python3 0.download_data.py --output_dir /data",
         blocks=(6,),
     ),
-    10: Row("csv/x000.csv and on", leaves("csv/x000.csv"), blocks=(6, 7)),
+    10: Row("csv/x000.csv and on", leaves("csv/x000.csv"), "ls -al  $TARGET_PATH/csv", blocks=(6, 7)),
     11: typed(
         "step 1, in the image",
         "docker run --rm -v ${TARGET_PATH}:/data ${DOCKER_IMAGE_NAME}:${TAG} /bin/bash -c "
@@ -162,7 +162,12 @@ SLURM = {
         logs("train", r"\*{5} eval metrics \*{5}", "eval_accuracy", "eval_loss", "perplexity"),
         blocks=(11,),
     ),
-    20: Row("out-ddp/all_results.json", has_keys("all_results.json", *TRAIN_KEYS, *EVAL_KEYS), blocks=(12, 16)),
+    20: Row(
+        "in esm-slurm/out-ddp and esm-slurm/out-fsdp",
+        has_keys("all_results.json", *TRAIN_KEYS, *EVAL_KEYS),
+        "cat all_results.json",
+        blocks=(12, 16),
+    ),
     21: Row("eval loss 2.61, perplexity 13.59 after 100,000 proteins", differs("13.59"), blocks=(11, 12, 16)),
     22: typed(
         "the quick run: 100,000 proteins",
