@@ -1,5 +1,0 @@
-"""Alias for scripts written before 0.3: the same as `python -m extras.preflight`."""
-
-import runpy
-
-runpy.run_module("extras.preflight", run_name="__main__", alter_sys=True)

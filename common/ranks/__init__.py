@@ -1,1 +1,0 @@
-"""Aliases of modules that moved to extras/."""
