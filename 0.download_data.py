@@ -25,7 +25,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from common.cli import UserError, run
 from common.data import GAPS_HELP, Gaps
 from common.flags import Flags, flag, parse_arguments
-from extras.earlier_identity import recorded_form
 from extras.prepare.download import download_directory
 from extras.prepare.fetch import describe_sources, fetch, parse_sources
 from extras.prepare.output_directory import Build, building
@@ -88,8 +87,7 @@ def describe(args: Arguments) -> dict:
         given["on_bad_record"] = "skip"
     if args.gaps is not None:
         given["gaps"] = args.gaps
-    now, earlier = (describe_sources(args.sources, earlier) | given for earlier in (False, True))
-    return recorded_form(Path(args.output_dir), FORMATS, now, earlier, args.overwrite)
+    return describe_sources(args.sources) | given
 
 
 def progress(phase: str, total: int, **options) -> tqdm:

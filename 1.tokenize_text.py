@@ -22,7 +22,6 @@ from tqdm import tqdm
 from common.cli import UserError, run
 from common.files.json_files import write_json_flushed
 from common.flags import Flags, Missing, flag, parse_arguments
-from extras.earlier_identity import recorded_form
 from extras.prepare.dataset_writer import Piece, assemble, write_dataset_dict
 from extras.prepare.encode import usable_threads
 from extras.prepare.output_directory import Build, building
@@ -76,14 +75,11 @@ def describe(args: Arguments, source: Source, tokenizer: Tokenizer) -> dict:
     splits = (args.train_split, args.val_split)
     listing = repr([source.identity(split) for split in splits])
     deciding = ("dataset_config_name", "text_column", "train_split", "val_split", "validation_size", "seed")
-    now = {
+    return {
         "text": hashlib.sha256(listing.encode()).hexdigest(),
         "tokenizer": tokenizer.identity,
         **{name: getattr(args, name) for name in deciding},
     }
-    return recorded_form(
-        Path(args.output_dir), ["text"], now, now | {"text": source.earlier_identity(*splits)}, args.overwrite
-    )
 
 
 def units_to_make(args: Arguments, source: Source, revision: str | None) -> list[UnitOfText]:

@@ -10,6 +10,7 @@ characters. OUTPUT_DIR/arrow is always complete; once it exists the same command
 """
 
 import functools
+import json
 import logging
 import shutil
 import sys
@@ -26,7 +27,6 @@ from common.cli import UserError, run
 from common.data import GAPS_HELP, Gaps
 from common.files.json_files import combined_hash, content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
-from extras import earlier_identity
 from extras.prepare.cluster_splits import COMPONENTS, cluster_records, publish_indices, split_by_clusters
 from extras.prepare.dataset_writer import (
     TOKEN_FEATURES,
@@ -44,7 +44,7 @@ from extras.prepare.encode import (
     encode_rows,
     usable_threads,
 )
-from extras.prepare.output_directory import Build, building
+from extras.prepare.output_directory import Build, building, read_record
 from extras.prepare.relatives import IDENTITY, SEARCHED, count_relatives
 from extras.prepare.splits import HELD_OUT, HELD_OUT_CLUSTERS, SPLITS, labels_by_file, split_labels, split_sizes
 from extras.sources import compression as limits
@@ -155,13 +155,17 @@ def describe(args: Arguments, files: list[Path]) -> dict:
         **optional,
         **by_clusters,
     }
-    earlier = now | {"input": about_input | {"listing": earlier_identity.hash_listing(files)}}
-    if optional.get("cluster_table"):
-        earlier["cluster_table"] = earlier_identity.list_files([Path(args.cluster_table)])
-    output = Path(args.output_dir)
-    if args.clustered:
-        return earlier_identity.clustered_form(output / "arrow", now, earlier, by_clusters, args.overwrite)
-    return earlier_identity.recorded_form(output, ["arrow"], now, earlier, args.overwrite)
+    if by_clusters and not args.overwrite:
+        output = Path(args.output_dir) / "arrow"
+        of_0_4 = json.loads(json.dumps({name: value for name, value in now.items() if name not in by_clusters}))
+        if (read_record(output) or {}).get("made_from") == of_0_4:
+            logger.warning(
+                "%s was split by an earlier version: relatives may stand on both sides, and one family may fill a "
+                "held-out split: --overwrite makes it anew",
+                output,
+            )
+            return of_0_4
+    return now
 
 
 def cleaner_of(path: Path, args: Arguments) -> Cleaner:

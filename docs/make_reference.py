@@ -176,7 +176,6 @@ FILES = [
         "title of the curves, first step of each start",
         "curves, report",
     ),
-    ("about.json", "JSON", "the same, of a run before 0.3", "curves, report"),
     ("quant_stats.jsonl", "JSON lines", "`--quant_stats`: a row for each tensor", "`extras.quant_stats.report`"),
     ("quant_stats.png", "PNG", "drawn by `python -m extras.quant_stats.report`", YOU),
     ("profile/rank<rank>-steps-<first>-<last>.json.gz", "Chrome trace", "`--profile_steps`", "ui.perfetto.dev"),

@@ -51,18 +51,12 @@ def test_help_fits_the_terminal(script, flags):
             assert f"  {name} TEXT" in needed or f"  {name}, " in needed
 
 
-MODULES = (
-    "training.report",
-    "training.export",
-    "precision.stats_report",
-    "prepare.sample",
-    "preflight",
-)
+MODULES = ("report", "export", "quant_stats.report", "prepare.sample", "preflight")
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_module_help_has_a_purpose(module):
-    lines = said(f"common.{module}", "--help")
+    lines = said(f"extras.{module}", "--help")
     assert lines[0].startswith("usage: ")
     assert len(lines) >= 5
 

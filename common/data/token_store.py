@@ -265,13 +265,6 @@ class TokenStore:
         # Of padded datasets only: int32 [rows], -1 where not yet known.
         self._lengths = np.full(lists.num_rows, -1, dtype=np.int32) if is_padded else None
 
-    @property
-    def earlier_fingerprint(self) -> str:
-        """The fingerprint in checkpoints of earlier versions."""
-        from extras import earlier_identity
-
-        return f"{earlier_identity.fingerprint(self.path, self._lists.num_rows)}-{self._num_records}"
-
     def __reduce__(self):
         return TokenStore, (self.path, self.tokens, self.max_records)
 

@@ -36,9 +36,6 @@ class TrainingData(Protocol):
     def num_examples(self) -> int | None:
         """Of an epoch; None for streams."""
 
-    def earlier_identity(self) -> dict:
-        """The identity as checkpoints of earlier versions have it."""
-
     def total_steps(self, packs_per_step: PacksPerStep, step: int, position: dict) -> int:
         """Optimiser steps of the whole run, of which `step` led to `position`."""
 
@@ -124,9 +121,6 @@ class PreparedData(PlannedData):
         )
         self.num_examples, self.max_steps = self.plan.num_drawn, flags.max_steps
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
-
-    def earlier_identity(self) -> dict:
-        return {"dataset": self.store.earlier_fingerprint, "sample_clusters": True}
 
     def order(self, packs_per_step: PacksPerStep) -> Order:
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)

@@ -6,7 +6,6 @@ Rank 0 reads the manifest, each rank verifies its share of the files, and all ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,7 +58,7 @@ class ResumePlan:
         if self.checkpoint is not None:
             check_same_model(self.checkpoint, self.model, fingerprint)
             self.state.check_same_start(args)
-            check_same_data(self.state.data, data.identity, data.earlier_identity)
+            check_same_data(self.state.data, data.identity)
 
 
 def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan:
@@ -176,15 +175,8 @@ def damage_of(path: Path, world: World) -> str | None:
     return next((all_damages[name] for name in recorded if name in all_damages), None)
 
 
-def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) -> None:
-    """UserError naming what differs, unless a position in one batch plan is valid in the other.
-
-    earlier: returns {name: value} of the same data as checkpoints of earlier versions recorded it.
-    """
-    if saved != now:
-        saved = saved | {
-            name: now[name] for name, value in earlier().items() if name in now and saved.get(name) == value
-        }
+def check_same_data(saved: dict, now: dict) -> None:
+    """UserError naming what differs, unless a position in one batch plan is valid in the other."""
     if "dataset" in saved and saved["dataset"] != now["dataset"]:
         before, after = short_identity(saved["dataset"]), short_identity(now["dataset"])
         raise UserError(

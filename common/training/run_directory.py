@@ -22,7 +22,7 @@ from common.cli import UserError
 from common.files.json_files import open_private
 from common.files.runs import CHECKPOINT, list_checkpoints
 from common.training.checkpoint_files import PARTIAL, SAVED, SUPERSEDED
-from common.training.run_logger import METRICS, OLD_RUN_INFO, RUN_INFO
+from common.training.run_logger import METRICS, RUN_INFO
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ WANDB_RUN = "wandb_run.json"  # the run's id at W&B
 TRACES = "profile/rank*-steps-*.json.gz"
 OWN_FILES = (
     *(METRICS, "metrics.partial", "trainer_state.json", "training_curves.png", "training_curves.partial.png"),
-    *(RUN_INFO, f"{RUN_INFO}.partial", OLD_RUN_INFO, f"{OLD_RUN_INFO}.partial"),
+    *(RUN_INFO, f"{RUN_INFO}.partial"),
     *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
     *("quant_stats.jsonl", "quant_stats.partial", "quant_stats.png", "quant_stats.partial.png"),
     *(SAVED, WANDB_RUN),

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 RUN_INFO = "run_info.json"  # the title of the curves, and the first step of each start
-OLD_RUN_INFO = "about.json"  # its name before 0.3
 DRAW_EVERY_S = 60.0  # at most, of a run that is still training
 
 # Dense bf16 peak in FLOP/s (without sparsity), from the vendors' data sheets, by words of the device's name. The
@@ -148,10 +147,8 @@ class PlotLabels(NamedTuple):
 
 def read_run_info(output_dir: Path) -> dict:
     """run_info.json: model, data, device, labels, and `starts`, the first step of each start; {} if it is missing."""
-    for name in (RUN_INFO, OLD_RUN_INFO):
-        if (output_dir / name).exists():
-            return json.loads((output_dir / name).read_text())
-    return {}
+    path = output_dir / RUN_INFO
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 
 from common.cli import UserError
 from common.files.json_files import content_hashes
-from extras import earlier_identity
 from extras.prepare.download import ANYTHING, RETRIES, DownloadFiles, Expected, RetryPolicy, download
 from extras.prepare.transfers import SCHEMES, FetchError, TemporaryError, identity, shown
 from extras.sources.compression import check_duplicates, check_file
@@ -78,19 +77,13 @@ def parse_sources(addresses: list[str], md5: Sequence[str] = (), sha256: Sequenc
     return sources
 
 
-def describe_sources(sources: list[Source], earlier: bool = False) -> dict:
-    """The identity of the sources, for the record of an output: a hash of each file's content, and URLs. earlier: as
-    earlier versions recorded it."""
-    digests = iter(content_hashes(source.path for source in sources if not source.is_url and not earlier))
+def describe_sources(sources: list[Source]) -> dict:
+    """The identity of the sources, for the record of an output: a hash of each file's content, and URLs."""
+    digests = iter(content_hashes(source.path for source in sources if not source.is_url))
     described = []
     for source in sources:
-        if source.is_url:
-            about = {"source": identity(source.address)}
-        elif earlier:
-            about = earlier_identity.describe_file(source.path)
-        else:
-            about = {"source": f"sha256:{next(digests)}"}
-        described.append(about | source.expected.sums)
+        known_by = identity(source.address) if source.is_url else f"sha256:{next(digests)}"
+        described.append({"source": known_by} | source.expected.sums)
     return described[0] if len(described) == 1 else {"sources": described}
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.token_store import as_parquet, untokenised_columns
 from common.files.json_files import combined_hash
-from extras.earlier_identity import list_names
 from extras.sources.compression import check_duplicates, check_file
 from extras.sources.formats import INFO_BYTES, PROTEINS, Content, format_of_file
 from extras.sources.hub import (
@@ -75,18 +74,14 @@ class Source:
     def identity(self, split: str) -> str:
         """A hash (hex) of a split's contents in order, whatever the files' names."""
         files = self.splits.get(split, ())
-        # Gaps only where they are given, so that earlier identities hold.
+        # Gaps only where they are given, so that identities of before that flag hold.
         read_as = [(file.kind, file.content.columns, *filter(None, [file.content.gaps])) for file in files]
         held = self.contents[split] if self.revision is None else self._listing(split)
         return hashlib.sha256(repr([held, read_as]).encode()).hexdigest()
 
-    def earlier_identity(self, *splits: str) -> str:
-        """The identity of one or more splits in checkpoints of earlier versions."""
-        listings = [self._listing(split) for split in splits]
-        return hashlib.sha256(repr(listings if len(splits) > 1 else listings[0]).encode()).hexdigest()
-
     def _listing(self, split: str) -> list:
-        return list_names(self.revision, ((file.path, file.size) for file in self.splits.get(split, ())))
+        """Of Hub files, which are known by their revision."""
+        return [self.revision] + [[os.path.basename(file.path), file.size] for file in self.splits.get(split, ())]
 
     def to_json(self) -> dict:
         """To send the source to another rank; `from_json` is the inverse."""

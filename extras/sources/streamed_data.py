@@ -158,9 +158,6 @@ class StreamedProteins(StreamedData):
     def epochs(self, sequences: int) -> float:
         return sequences / self.records
 
-    def earlier_identity(self) -> dict:
-        return {"dataset": self.source.earlier_identity("train")[:16]}
-
     def order(self, packs_per_step: PacksPerStep) -> Order:
         files = self.source.splits["train"]
         plan = plan_streams(files, packs_per_step.most, alphabet=self.alphabet, **self.packing)

@@ -50,9 +50,6 @@ class PreparedText(PlannedData):
         self.num_examples, self.max_steps = self.plan.num_contexts, flags.max_steps
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
-    def earlier_identity(self) -> dict:
-        return {"dataset": self.store.earlier_fingerprint}
-
     def order(self, packs_per_step: PacksPerStep) -> Order:
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
 
@@ -78,9 +75,6 @@ class StreamedText(StreamedData):
 
     def epochs(self, sequences: int) -> float:
         return sequences * self.flags.max_seq_length / self.tokens
-
-    def earlier_identity(self) -> dict:
-        return {"dataset": self.source.earlier_identity(self.flags.train_split)[:16]}
 
     def order(self, packs_per_step: PacksPerStep) -> Order:
         flags = self.flags

@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from common.cli import UserError
 from common.data.token_store import ArrowLists, read_state, split_directory
-from extras import earlier_identity
 from extras.sources.dataset import File
 from extras.sources.sequence_files import read_rows, units_of
 from extras.text.tokenizers import Pieces, Tokenizer, tokenize
@@ -97,11 +96,6 @@ class TextStore:
         tokens = [self._bounds(chunk)[-1] for chunk in range(len(lists.chunk_start))]
         self._chunk_token = np.append(0, np.cumsum(tokens, dtype=np.int64))  # first token of each record batch
         self.num_tokens = int(self._chunk_token[-1])
-
-    @property
-    def earlier_fingerprint(self) -> str:
-        """The fingerprint in checkpoints of earlier versions."""
-        return earlier_identity.fingerprint(self.path, len(self))
 
     def __reduce__(self):
         return TextStore, (self.path,)

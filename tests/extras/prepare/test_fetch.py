@@ -3,8 +3,6 @@
 import gzip
 import hashlib
 import itertools
-import json
-import os
 import signal
 
 import pytest
@@ -98,23 +96,6 @@ def test_source_is_identified_by_content(tmp_path, caplog):
     edit_unnoticed(path, b"MK", b"ML")
     with pytest.raises(UserError, match="was made from other input"):
         call(DOWNLOAD, f"--source={path}", *out)
-
-
-def test_record_of_an_earlier_version_is_recognised(tmp_path, caplog):
-    path, out = tmp_path / "a.fasta", ("--output_dir", tmp_path / "out")
-    path.write_text(">a\nMK\n")
-    call(DOWNLOAD, f"--source={path}", *out)
-    record, stat = read_record(tmp_path / "out/csv"), path.stat()
-    record["made_from"] |= {"source": "a.fasta", "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    (tmp_path / "out/csv/.complete.json").write_text(json.dumps(record))
-    with caplog.at_level("INFO"):
-        call(DOWNLOAD, f"--source={path}", *out)
-    assert "nothing to do" in caplog.text
-    os.utime(path, ns=(0, 0))
-    with pytest.raises(UserError, match="was made from other input"):
-        call(DOWNLOAD, f"--source={path}", *out)
-    call(DOWNLOAD, f"--source={path}", *out, "--overwrite")
-    assert "mtime_ns" not in read_record(tmp_path / "out/csv")["made_from"]
 
 
 def test_fetch_keeps_other_sources_when_one_fails(tmp_path):

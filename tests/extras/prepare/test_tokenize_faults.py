@@ -1,6 +1,5 @@
 """1.tokenize_uniref_csv.py repeated, killed, on a full disk, and with bad input."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -15,7 +14,6 @@ from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS, encode
 from extras.prepare import dataset_writer
 from extras.prepare.encode import check_tokenizer
-from extras.prepare.output_directory import read_record
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files, read_rows
 from extras.sources.records import BadRecords
@@ -99,27 +97,6 @@ def test_tokenize_identifies_input_by_content(tmp_path, tokenize, caplog):
     with pytest.raises(UserError, match="was made from other input"):
         tokenize(*flags, csv="moved")
     edit_unnoticed(tmp_path / "table.tsv", b"C7\tP7", b"C8\tP7")
-    with pytest.raises(UserError, match="was made from other input"):
-        tokenize(*flags)
-
-
-def test_tokenize_recognises_the_record_of_an_earlier_version(tmp_path, tokenize, caplog):
-    files = [write_csv(tmp_path / "csv", proteins(30)) / "x000.csv"]
-    flags = write_table(tmp_path, 30)
-    out = tokenize(*flags)
-    record = read_record(out / "arrow")
-    tables = [tmp_path / "table.tsv"]
-    listings = [[(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths] for paths in (files, tables)]
-    del record["made_from"]["input"]["content"]
-    record["made_from"]["input"]["listing"] = hashlib.sha256(repr(listings[0]).encode()).hexdigest()
-    record["made_from"]["cluster_table"] = listings[1]
-    del record["made_from"]["held_out_clusters"]
-    (out / "arrow/.complete.json").write_text(json.dumps(record))
-    with caplog.at_level("INFO"):
-        tokenize(*flags)
-    assert "nothing to do" in caplog.text
-    assert "was split by an earlier version: relatives may stand on both sides" in caplog.text
-    os.utime(files[0], ns=(0, 0))
     with pytest.raises(UserError, match="was made from other input"):
         tokenize(*flags)
 
