@@ -90,18 +90,22 @@ def make_mesh(flags: FsdpFlags, world: World) -> DeviceMesh:
 
 
 def shard(model: nn.Module, world: World, flags: FsdpFlags, bf16: bool) -> None:
-    """Shard by layer: each is gathered just before its turn; the rest (embeddings, head) belongs to the root."""
+    """Shard by layer: each is gathered just before its turn; the rest (embeddings, head) belongs to the root.
+
+    A model that does not call its layers (--backend hf) is one group: its root gathers all weights at once.
+    """
     if flags.param_dtype == "bf16":
         model.to(torch.bfloat16)
-    # Compute in bf16 from fp32 master weights; gradients are summed in fp32 either way.
-    compute = torch.bfloat16 if bf16 else None
+    layers = list(model.layers) if getattr(model, "calls_layers", True) else []
+    # Compute in bf16 from fp32 master weights; gradients are summed in fp32 either way. transformers' model gets fp32
+    # weights, as from train_ddp.py: autocast rounds those of matmuls, and its residual stream stays fp32.
+    compute = torch.bfloat16 if bf16 and layers else None
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if flags.cpu_offload else OffloadPolicy()
     options = {
         "mesh": make_mesh(flags, world),
         "mp_policy": MixedPrecisionPolicy(compute, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": offload,
     }
-    layers = list(model.layers)
     save_activations(layers, flags.activation_checkpointing, flags.offload_activations)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=flags.sharding_strategy != "grad_op", **options)

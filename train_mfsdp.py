@@ -28,6 +28,7 @@ from extras.megatron import STRATEGIES, MegatronSharded
 
 @dataclass(frozen=True)
 class MegatronFlags(RecomputeFlags):
+    needs_layers = True  # their hooks gather the weights
     advanced = ("init_model_with_meta_device", "calculate_per_token_loss")
     # Their only working value is the default.
     unlisted = ("check_for_nan_in_grad", "overlap_grad_reduce", "overlap_param_gather", "average_in_collective")

@@ -4,6 +4,8 @@ Its forward pass runs on padded batches: the sequences of a pack become rows, pa
 those of the other backends, given to it under its own names. So data, initial weights, optimiser, evaluation,
 checkpoints and export are the same, and a run may resume with another backend. It is the peer of the benchmarks.
 --backend hf_flash is the same with attention by flash-attn, which runs on GPUs only.
+
+Under FSDP2 the model is one group: all weights are gathered before the forward pass, and kept until the backward pass.
 """
 
 from __future__ import annotations
@@ -28,16 +30,21 @@ from common.models.esm2.alphabet import PAD
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import TRAIN_MASK_RATIO, Esm2ForMaskedLM, Esm2Output
+from common.models.layers.recompute import RecomputeFlags
 
 
-def check(args: Any, world: World) -> None:
-    """UserError for a flag that changes this program's layers, which do not run here."""
+def check(args: Any, world: World) -> str | None:
+    """UserError for a flag that changes this program's layers, which do not run here. A remark where weights are
+    sharded."""
     model, precision, strategy = args.model, args.precision, args.strategy
+    sharded = isinstance(strategy, RecomputeFlags)
     unsupported = {
         "--torch_compile": model.torch_compile,
         "--bf16_residual": model.bf16_residual,
         "--fused_gelu": model.fused_gelu,
         "--gradient_checkpointing": isinstance(strategy, ReplicaFlags) and strategy.gradient_checkpointing,
+        "--activation_checkpointing": sharded and strategy.activation_checkpointing != "none",
+        "--offload_activations": getattr(strategy, "offload_activations", False),
         "--cp_size": world.cp_size > 1,
         "--fp8": precision.fp8,
         "--fp4": precision.fp4,
@@ -46,18 +53,20 @@ def check(args: Any, world: World) -> None:
     name = f"--backend {model.backend}"
     for flag in (flag for flag, given in unsupported.items() if given):
         raise UserError(f"{name}: {flag} is not of transformers' layers: drop one of the two")
-    if not isinstance(strategy, ReplicaFlags):
-        raise UserError(f"{name}: its weights are not sharded: use train_ddp.py, or another backend")
+    if strategy.needs_layers:
+        raise UserError(f"{name}: Megatron-FSDP gathers weights layer by layer: use train_fsdp2.py, or train_ddp.py")
     if model.backend == "hf_flash":
         if world.device.type != "cuda" or find_spec("flash_attn") is None:
             raise UserError(f"{name}: flash-attn is not here (it needs a GPU): use --backend hf")
         if not precision.bf16:
             raise UserError(f"{name}: flash-attn computes in bf16: add --bf16, or use --backend hf")
+    return f"All weights are gathered at once, and kept until the backward pass ({name})" if sharded else None
 
 
 class StockEsm(Esm2ForMaskedLM):
     """The parameters of Esm2ForMaskedLM, computed with by EsmForMaskedLM. attention: transformers' name of it."""
 
+    calls_layers = False
     takes_fillers = False  # each sequence, empty or not, is a row as long as the longest
 
     def __init__(self, config: Esm2Config, attention: str = "sdpa"):

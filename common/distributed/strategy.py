@@ -161,6 +161,7 @@ class StrategyFlags(Flags):
     """Base of the flags of a parallel strategy. Those that depend on other groups look at the whole run's flags."""
 
     group = "memory and communication"
+    needs_layers = False  # works only for a model that calls its own layers
 
     def missing_in(self, run: Any) -> Iterable[Missing]:
         """As `missing`, given the flags of the run."""

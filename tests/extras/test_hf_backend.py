@@ -20,6 +20,7 @@ from tests.data_fixtures import load_script
 from tests.models.reference import packed, random_batch, reference_model
 from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
 
+FSDP = "train_fsdp2.py"
 RUN = {"max_steps": 6, "save_steps": 3, "packs_per_step": 2, "backend": "hf"}
 
 
@@ -99,6 +100,25 @@ def test_hf_backend_resumes_with_same_bits(dataset, whole, tmp_path):
     assert relative_difference(final_weights(tmp_path / "torch"), final_weights(whole)) < 1e-6
 
 
+def test_hf_backend_sharded_equals_one_process(dataset, whole, tmp_path):
+    """FSDP2 on two ranks, then on one with two packs a step, then DDP: one run, to fp32 sums in another order."""
+    for stop, nproc, script in ((2, 2, FSDP), (4, 1, FSDP), (6, 1, "train_ddp.py")):
+        train(dataset, tmp_path, nproc, script=script, **RUN, do_eval=True, stop_at_step=stop)
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-6)
+    assert relative_difference(final_weights(tmp_path), final_weights(whole)) < 1e-6
+    of_one, of_all = (json.loads((out / "all_results.json").read_text()) for out in (whole, tmp_path))
+    assert of_all["eval_loss"] == pytest.approx(of_one["eval_loss"], rel=1e-6)
+
+
+def test_hf_backend_sharded_in_bf16_computes_as_in_ddp(dataset, tmp_path):
+    """The same bf16 matmuls and fp32 residual stream; exported and evaluated from the shards."""
+    flags = RUN | {"bf16": True, "max_steps": 2, "do_eval": True}
+    train(dataset, tmp_path / "ddp", 2, **flags)
+    train(dataset, tmp_path / "fsdp", 2, script=FSDP, cpu_offload=True, **flags)
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-6)
+    assert relative_difference(final_weights(tmp_path / "fsdp"), final_weights(tmp_path / "ddp")) < 1e-5
+
+
 MODEL = ("--config_name=facebook/esm2_t6_8M_UR50D", "--dataset_dir=x", "--output_dir=y", "--backend=hf")
 
 
@@ -110,12 +130,14 @@ MODEL = ("--config_name=facebook/esm2_t6_8M_UR50D", "--dataset_dir=x", "--output
         ("DdpFlags", ["--bf16", "--bf16_residual"], "--bf16_residual is not"),
         ("DdpFlags", ["--fp8", "--emulate_precision"], "--fp8 is not"),
         ("DdpFlags", ["--fp4", "--emulate_precision"], "--fp4 is not"),
-        ("FsdpFlags", [], "its weights are not sharded: use train_ddp.py"),
+        ("FsdpFlags", ["--activation_checkpointing=1"], "--activation_checkpointing is not"),
+        ("FsdpFlags", ["--offload_activations"], "--offload_activations is not"),
+        ("MegatronFlags", [], "Megatron-FSDP gathers weights layer by layer: use train_fsdp2.py"),
         ("DdpFlags", ["--backend=hf_flash"], "flash-attn is not here"),
     ],
 )
 def test_hf_backend_refuses_what_changes_layers(script, words, said):
-    strategies = {"DdpFlags": "train_ddp.py", "FsdpFlags": "train_fsdp2.py"}
+    strategies = {"DdpFlags": "train_ddp.py", "FsdpFlags": FSDP, "MegatronFlags": "train_mfsdp.py"}
     args = parse_run("", getattr(load_script(strategies[script]), script), [*MODEL, *words])
     with pytest.raises(UserError, match=rf"^--backend hf\w*: {said}"):
         check(args, World(0, 0, 1, torch.device("cpu")))

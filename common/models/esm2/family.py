@@ -199,7 +199,7 @@ class Esm2(Family):
         if backend in STOCK:
             from extras import hf_backend
 
-            hf_backend.check(args, world)
+            lines.append(hf_backend.check(args, world))
             make = partial(hf_backend.StockEsm, config, STOCK[backend])
         if flags.fused_gelu:
             from extras import fused_gelu
