@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SCRIPTS = sorted(path.name for path in Path(__file__).parent.glob("*.py") if path.name != "setup.py")
+SCRIPTS = sorted(path.name for path in Path(__file__).parent.glob("*.py") if path.name not in ("setup.py", "train.py"))
 
 
 class BuildWithScripts(build_py):
