@@ -91,6 +91,7 @@ MFSDP = "of train_mfsdp.py"
 NO_REMOTE = "none: models, data and tokenizers are data, and run no code"
 CHECKPOINTS = "none: a checkpoint holds all of a run's state, always"
 PADDING = "none: packs are filled up to what the format asks for"
+PACKS = "on by default, but for configs/sanity.yaml"
 MODEL = Ours(
     "config_name",
     "nvidia/esm2_* is the same model as facebook/esm2_*, which runs transformers' own layers there",
@@ -114,11 +115,14 @@ RECIPE = {
     ),
     "use_torch_compile": Ours("torch_compile"),
     "cp_size": Ours("cp_size"),
-    "use_sequence_packing": Ours("sequence_packing", "on by default here", {"false": "--sequence_packing=False"}),
+    **dict.fromkeys(
+        ("use_sequence_packing", "dataset.use_sequence_packing"),
+        Ours("sequence_packing", PACKS, {"false": "--sequence_packing=False"}),
+    ),
     "use_fp32_master_weights": Ours(
         "param_dtype", "of train_fsdp2.py; fp32 by default here", {"true": "", "false": "--param_dtype=bf16"}
     ),
-    "log_mfu": Ours(why="none: each line has tflops and mfu"),
+    "log_mfu": Ours(why="none: each line has tflops, and mfu on a GPU whose peak is known"),
     "bf16_baseline_file": Ours(why="none: metrics.jsonl has loss, perplexity and tokens/s of each logged step"),
     "fp8_layers": Ours("fp8_layers", convert=unlisted),
     "fp4_layers": Ours("fp4_layers", convert=unlisted),
@@ -130,7 +134,6 @@ RECIPE = {
     "dataset.mlm_probability": Ours("mlm_probability"),
     "dataset.pad_sequences_to_be_divisible_by": Ours("pad_sequences_to_be_divisible_by", "goes with --cp_size"),
     "dataset.sequence_packing_pad_to_multiple_of": Ours(why=PADDING),
-    "dataset.use_sequence_packing": Ours("sequence_packing", "on by default", {"false": "--sequence_packing=False"}),
     "dataset.use_stateful_dataloader": Ours(
         why="none: the order is a function of seed and step, and resumes anywhere"
     ),
@@ -191,7 +194,10 @@ RECIPE = {
         "--profile_steps A-B: torch's profiler, a trace of each rank",
         *(f"nsys_profiling.{name}" for name in ("enabled", "start_step", "end_step", "ranks")),
     ),
-    "hydra.verbose": Ours(why="none: TRACEBACK=1 shows the full stack of an error"),
+    "hydra.verbose": Ours(
+        why="none: there are no debug lines; metrics.jsonl has each logged step (--logging_steps 1: all), TRACEBACK=1 "
+        "in the environment gives an error's full stack, NCCL_DEBUG=INFO NCCL's log"
+    ),
     "hydra.run.dir": Ours(why="none: results go to --output_dir"),
 }
 # Keys of these groups are fields of an object, which is the value of one flag.
@@ -250,7 +256,7 @@ ACCELERATE = {
     ),
     "fsdp_state_dict_type": Ours(why="none: checkpoints are sharded, and load on any number of ranks"),
     "mixed_precision": Ours("bf16", "no FP16", {"no": "", "bf16": "--bf16", "fp16": "--bf16", "fp8": "--bf16 --fp8"}),
-    "dynamo_backend": Ours("torch_compile", "", {"no": "", "inductor": "--torch_compile"}),
+    "dynamo_backend": Ours("torch_compile", "", {"no": "--torch_compile=False", "inductor": "--torch_compile"}),
     "cpu": Ours("use_cpu"),
     "multi_gpu": Ours(why="none: torchrun starts a rank on each GPU"),
     "gpu_ids": Ours(why="CUDA_VISIBLE_DEVICES in the environment"),
@@ -261,7 +267,6 @@ ACCELERATE = {
     **none("use train_fsdp2.py, or train_mfsdp.py", "use_deepspeed", "use_megatron_lm", "zero_stage"),
 }
 
-TRAINER_STEPS = "by its number of steps alone"
 HUB = "none: final_model/ is what `hf upload` takes"
 LOOP = "none: as this training loop needs it"
 # Flags of transformers' TrainingArguments, run_mlm.py and run_clm.py that these scripts lack.
@@ -288,10 +293,16 @@ TRANSFORMERS = {
     "full_determinism": Ours("deterministic"),
     "data_seed": Ours("seed", "a run is a function of data, flags and seed"),
     "no_cuda": Ours("use_cpu"),
-    "save_strategy": Ours("save_steps", TRAINER_STEPS, {"steps": "", "epoch": "", "no": "--save_steps=1000000000"}),
-    "eval_strategy": Ours("eval_steps", TRAINER_STEPS, {"steps": "--do_eval", "epoch": "--do_eval", "no": ""}),
-    "evaluation_strategy": Ours("eval_steps", TRAINER_STEPS, {"steps": "--do_eval", "epoch": "--do_eval", "no": ""}),
-    "logging_strategy": Ours("logging_steps", TRAINER_STEPS, dict.fromkeys(("steps", "epoch", "no"), "")),
+    "save_strategy": Ours(
+        "save_steps", "by --save_steps alone", {"steps": "", "epoch": "", "no": "--save_steps=1000000000"}
+    ),
+    "eval_strategy": Ours(
+        "eval_steps", "by --eval_steps alone", {"steps": "--do_eval", "epoch": "--do_eval", "no": ""}
+    ),
+    "evaluation_strategy": Ours(
+        "eval_steps", "by --eval_steps alone", {"steps": "--do_eval", "epoch": "--do_eval", "no": ""}
+    ),
+    "logging_strategy": Ours("logging_steps", "by --logging_steps alone", dict.fromkeys(("steps", "epoch", "no"), "")),
     "fsdp": Ours(why=SHARDED),
     "fsdp_config": Ours(why=f"{SHARDED}, and its flags"),
     "deepspeed": Ours(why="use train_fsdp2.py, or train_mfsdp.py"),
@@ -366,5 +377,14 @@ TRAINER_DEFAULTS = {
     "warmup_steps": "0",
     "adam_beta2": "0.999",
     "weight_decay": "0.0",
+}
+# Besides, where a decoder's run (--task clm) has the FSDP guides' defaults; block_size of run_clm.py.
+CLM_DEFAULTS = {
+    "min_lr": "0.0",
+    "seed": "42",
+    "bf16": "False",
+    "per_device_train_batch_size": "8",
+    "per_device_eval_batch_size": "8",
+    "max_seq_length": "1024",
 }
 PROGRAMS = {"NVIDIA's recipe": RECIPE, "accelerate launch": ACCELERATE, "transformers": TRANSFORMERS}

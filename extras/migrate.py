@@ -10,27 +10,28 @@ the train script would refuse the result: the error says why.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.cli import UserError, one_line, run
+from common.cli import UserError, run
+from common.flags import FlagSpec
 from extras.foreign_flags import (
     ACCELERATE,
+    CLM_DEFAULTS,
     RECIPE,
     RECIPE_OBJECTS,
-    TORCHRUN,
     TRAINER_DEFAULTS,
     TRANSFORMERS,
     Ours,
     number,
 )
+from extras.foreign_launch import accelerate, rendezvous, shell_variables
+from extras.translation import Translation, entry_of, note_of, of_recipe, pairs, shown
 
 # The train scripts, and the class of each one's own flags.
 STRATEGIES = {
@@ -41,20 +42,6 @@ STRATEGIES = {
 }
 TRAINER = ("train.py", "run_mlm.py", "run_clm.py")  # transformers' Trainer; train.py is the FSDP guides', too
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def of_recipe(word: str) -> tuple[str, str, str] | None:
-    """(key, field of an object or "", value) of a word such as fp8_config.enabled=true; None if it is no such word."""
-    name, equals, value = word.lstrip("+~").partition("=")
-    value = value[1:-1] if re.fullmatch(r"(['\"]).*\1", value) else value
-    if not equals or name.startswith("-"):
-        return None
-    if name in RECIPE:
-        return name, "", value
-    for group in RECIPE_OBJECTS:
-        if re.match(rf"{re.escape(group)}\.\w", name):
-            return group, name.removeprefix(f"{group}."), value
-    return None
 
 
 def hint(word: str) -> str:
@@ -82,26 +69,6 @@ def _in_words(ours: Ours, words: list[str]) -> str:
     return f"here {shown(words) or names}" + (f" ({ours.why})" if ours.why else "")
 
 
-def entry_of(group: str, entries: dict[str, str]) -> str:
-    """The value of the flag for an object of the recipe."""
-    if group == "config_kwargs":
-        return ",".join(f"{name}={value}" for name, value in entries.items())
-    return json.dumps({name: _scalar(value) for name, value in entries.items()})
-
-
-def _scalar(value: str) -> Any:
-    try:
-        return json.loads(value.lower() if value.lower() in ("true", "false", "null") else value)
-    except ValueError:
-        return value
-
-
-def shown(words: Iterable[str]) -> str:
-    """Words as a shell reads them. `$NAME` and `${NAME}` stay variables, anything else is data."""
-    with_variables = r"(?=.*\$)([\w@%+=:,./-]|\$\w+|\$\{\w+\})+"
-    return " ".join(f'"{word}"' if re.fullmatch(with_variables, word) else shlex.quote(word) for word in words)
-
-
 def script_with(option: str, task: str) -> str:
     """Which of the train scripts has an option; "" if none has."""
     from common.flags import flag_specs
@@ -119,30 +86,16 @@ def strategy_of(script: str) -> Any:
     return getattr(importlib.import_module(script.removesuffix(".py")), STRATEGIES[script])
 
 
-@dataclass
-class Translation:
-    """A command as it is written here, and what differs, a line each."""
-
-    before: list[str] = field(default_factory=list)  # srun and its options, variables of the environment
-    launcher: list[str] = field(default_factory=list)
-    script: str = ""
-    config: str = ""  # a file of flags
-    flags: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def argv(self) -> list[str]:
-        """The arguments of the script."""
-        return [*([self.config] if self.config else []), *self.flags]
-
-    def __str__(self) -> str:
-        command = shown([*self.before, *self.launcher, self.script, *self.argv])
-        # A note quotes the command: one line each, or a shell would run the next.
-        return "\n".join([command, *(f"# {one_line(ValueError(note))}" for note in self.notes)])
-
-
 def translate(words: list[str]) -> Translation:
     """Another program's command in this project's words. UserError if it is none that trains or prepares data."""
+    made = _translate([shell_variables(word) for word in words])
+    for name in dict.fromkeys(re.findall(r"\$\((\w+)\)", " ".join(words))):
+        if f"${{{name}}}" in str(made).splitlines()[0]:
+            made.notes.append(f"$({name}): ${{{name}}} in a shell")
+    return made
+
+
+def _translate(words: list[str]) -> Translation:
     if joined := next((word for word in words if re.fullmatch(r"[|&;<>]+", word) or word.endswith(";")), None):
         raise UserError(f"{joined}: more than one command: give the one that trains")
     if (at := _index(words, lambda word: Path(word).name == "sbatch")) is not None:
@@ -159,12 +112,17 @@ def translate(words: list[str]) -> Translation:
     theirs, given = Path(words[at]).name, words[at + 1 :]
     sharded = False
     if program and Path(program[0]).name == "accelerate":
-        sharded = _accelerate(made, options[1:] if options[:1] == ["launch"] else options)
+        sharded = accelerate(made, options[1:] if options[:1] == ["launch"] else options)
     elif options[:1] == ["-m"] and options[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
         made.launcher = ["torchrun", *options[2:]]
     else:
         made.launcher = [*program, *options]
-    if (ROOT / theirs).is_file() and theirs not in STRATEGIES:  # prepares data, or uses a model: the same here
+    if made.launcher and Path(made.launcher[0]).name == "torchrun":
+        rendezvous(made)
+    if (ROOT / theirs).is_file() and theirs not in (
+        *STRATEGIES,
+        *TRAINER,
+    ):  # prepares data, or uses a model: the same here
         made.script, made.flags = theirs, given
         return made
     made.script = _script(theirs, given, sharded)
@@ -199,75 +157,20 @@ def _job(before: list[str], words: list[str]) -> Translation:
     return made
 
 
-def _pairs(words: list[str]) -> Iterable[tuple[str, str | None]]:
-    """(word, its value) of words such as --a=1, --a 1, --a; a word that belongs to no flag comes alone."""
-    at = 0
-    while at < len(words):
-        name, equals, value = words[at].partition("=")
-        at += 1
-        if not name.startswith("-"):
-            yield f"{name}{equals}{value}", None
-        elif equals:
-            yield name, value
-        elif at < len(words) and not re.match(r"-(?!\d)", words[at]) and not of_recipe(words[at]):
-            yield name, words[at]
-            at += 1
-        else:
-            yield name, None
-
-
-def _accelerate(made: Translation, options: list[str]) -> bool:
-    """Options of `accelerate launch` as torchrun's, and as flags of the script. Returns whether it shards (FSDP)."""
-    given = {name.removeprefix("--").replace("-", "_"): value for name, value in _pairs(options)}
-    nodes, ranks = given.get("num_machines") or "1", given.get("num_processes")
-    made.launcher = ["torchrun", f"--nnodes={nodes}"]
-    if ranks and re.fullmatch(r"[1-9][0-9]* [1-9][0-9]*", f"{ranks} {nodes}"):
-        made.launcher.append(f"--nproc_per_node={-(-int(ranks) // int(nodes))}")
-    elif ranks:
-        made.launcher.append("--nproc_per_node=gpu")
-        made.notes.append(f"--num_processes={ranks}: torchrun starts a rank on each GPU of a node")
-    where, port = given.get("main_process_ip"), given.get("main_process_port") or "29500"
-    by_store = given.get("rdzv_backend") not in (None, "static")
-    for name, value in given.items():
-        ours = ACCELERATE.get(name)
-        if name in ("num_processes", "num_machines"):
-            continue
-        if name in TORCHRUN:
-            if by_store and name in ("main_process_ip", "main_process_port"):
-                continue
-            made.launcher.append(f"--{TORCHRUN[name]}={value}")
-            if name != TORCHRUN[name]:
-                made.notes.append(f"--{name}: torchrun's --{TORCHRUN[name]}")
-        elif ours is None:
-            made.notes.append(f"--{name}: not known of accelerate launch: left out")
-        else:
-            words = ours.words("true" if value is None else value)
-            made.flags += words
-            made.notes.append(_note(f"--{name}" + (f"={value}" if value is not None else ""), ours, words))
-    if by_store and where:
-        made.launcher.append(f"--rdzv_endpoint={where}:{port}")
-        made.notes.append("--main_process_ip, --main_process_port: torchrun's --rdzv_endpoint")
-    return "use_fsdp" in given or any(name.startswith("fsdp_") for name in given)
-
-
-def _note(theirs: str, ours: Ours, words: list[str]) -> str:
-    """The line of a flag that was translated."""
-    if not words:
-        return f"{theirs}: {ours.why or 'as by default here'}"
-    return f"{theirs}: {shown(words)}" + (f" ({ours.why})" if ours.why else "")
-
-
 def _script(theirs: str, given: list[str], sharded: bool) -> str:
     """The train script for one of another name; "" if there is none."""
     if theirs in STRATEGIES or theirs not in (*TRAINER, "train_fsdp2_cp.py"):
         return theirs if theirs in STRATEGIES else ""
-    of_decoder = any(word.partition("=")[0] in ("--hidden_width", "--max_context_width") for word in given)
-    return "train_fsdp2.py" if sharded or of_decoder or "fsdp" in theirs else "train_ddp.py"
+    return "train_fsdp2.py" if sharded or _of_decoder(given) or "fsdp" in theirs else "train_ddp.py"
+
+
+def _of_decoder(words: list[str]) -> bool:
+    return any(word.partition("=")[0] in ("--hidden_width", "--max_context_width") for word in words)
 
 
 def _flags(made: Translation, given: list[str], theirs: str) -> None:
     """The script's flags."""
-    from common.flags import flag_specs, is_file_of_flags
+    from common.flags import changed_defaults, flag_specs, is_file_of_flags
     from common.training.registry import COUNTERPARTS, RECIPE_CONFIGS, arguments_of, task_name
     from extras.decoders.causal_arguments import CausalArguments, without_comments
 
@@ -279,12 +182,16 @@ def _flags(made: Translation, given: list[str], theirs: str) -> None:
     task = "clm" if theirs == "run_clm.py" else "mlm"
     if words and theirs not in ("run_mlm.py", "run_clm.py"):
         task = task_name(words)
-    made.flags += ["--task=clm"] if theirs == "run_clm.py" else []
-    options = {option for spec in flag_specs(arguments_of(strategy_of(made.script), task)) for option in spec.options}
+    if theirs == "train.py" and task == "mlm" and _of_decoder(words):
+        task = "clm"
+        made.notes.append("without --model_type: gpt_neox there, which is not here: give --model or --model_type")
+    made.flags += ["--task=clm"] if task == "clm" and task_name(words) != "clm" else []
+    specs = flag_specs(changed_defaults(arguments_of(strategy_of(made.script), task)))
+    options = {option for spec in specs for option in spec.options}
     options |= {f"--{name}" for name in CausalArguments.idle} if task == "clm" else set()
     objects: dict[str, dict[str, str]] = {}
     hydra, steps = False, {}
-    for name, value in _pairs(words):
+    for name, value in pairs(words):
         word = name if value is None else f"{name}={value}"
         if name in ("--config-name", "-cn") or (name == "--config_name" and value in RECIPE_CONFIGS):
             hydra = True
@@ -314,17 +221,58 @@ def _flags(made: Translation, given: list[str], theirs: str) -> None:
                 continue
             translated = ours.words("true" if value is None else value)
         made.flags += translated
-        made.notes.append(_note(word, ours, translated))
+        made.notes.append(note_of(word, ours, translated))
     for group, entries in objects.items():
         made.flags.append(f"--{RECIPE_OBJECTS[group]}={entry_of(group, entries)}")
     if hydra or steps:
         if not made.config:
             _named_config(made, "L0_sanity_cp" if "_cp" in theirs else "L0_sanity", RECIPE_CONFIGS)
         _steps(made, steps)
-    elif theirs in TRAINER and task == "mlm" and not made.config:
-        said = {word.partition("=")[0] for word in made.flags}
-        missing = [f"--{name}={value}" for name, value in TRAINER_DEFAULTS.items() if f"--{name}" not in said]
-        made.notes.append(f"other defaults than transformers', which are: {shown(missing)}")
+    elif theirs in TRAINER and not made.config and (theirs, task) != ("train.py", "clm"):  # that is the FSDP guides'
+        _trainer_defaults(made, specs, task)
+    if (hydra or (not given and theirs in STRATEGIES)) and Path(made.config or "sanity.yaml").stem in (
+        "sanity",
+        "sanity_cp",
+    ):
+        _sanity(made, own_decay="lr_scheduler_kwargs.num_training_steps" in steps)
+    if made.script == "train_mfsdp.py" and "--backend=hf" in made.flags:
+        made.script = "train_fsdp2.py"
+        made.notes.append("train_mfsdp.py: train_fsdp2.py: Megatron-FSDP cannot shard transformers' layers")
+
+
+def _trainer_defaults(made: Translation, specs: list[FlagSpec], task: str) -> None:
+    """Flags for what transformers' Trainer does by default and these scripts do otherwise."""
+    given, ours = _names(made), {spec.name: spec.default for spec in specs}
+    for name, value in (TRAINER_DEFAULTS | (CLM_DEFAULTS if task == "clm" else {})).items():
+        if f"--{name}" not in given:
+            made.flags.append(f"--{name}={value}")
+            default = "" if ours[name] is None else f": {ours[name]}"
+            made.notes.append(f"--{name}={value}: the default there; without it, that here{default}")
+
+
+def _sanity(made: Translation, own_decay: bool) -> None:
+    """What configs/sanity.yaml and sanity_cp.yaml do otherwise than the recipe's L0_sanity and L0_sanity_cp.
+
+    own_decay: the command says where the learning rate's decay ends.
+    """
+    given = _names(made)
+    if "--bf16" not in given:
+        if not {"--fp8", "--fp4"}.isdisjoint(made.flags):
+            made.flags.append("--bf16")
+            made.notes.append("--bf16: as there; Transformer Engine's FP8 and FP4 need it")
+        else:
+            made.notes.append("computes in bf16 there, in fp32 here: --bf16 for theirs (weights stay fp32)")
+    if given.isdisjoint({"--dataset", "--dataset_dir"}):
+        made.notes.append("trains on a train.parquet of the recipe there, on generated proteins here (--dataset)")
+    if not own_decay:
+        made.notes.append("the learning rate falls until num_training_steps there, until the run's last step here")
+    if "--torch_compile" not in given and "_cp" not in (made.config or made.script):
+        here = "transformers' never" if "--backend=hf" in made.flags else "torch's on a GPU (--torch_compile: always)"
+        made.notes.append(f"compiles layers there (use_torch_compile), here {here}")
+
+
+def _names(made: Translation) -> set[str]:
+    return {word.partition("=")[0] for word in made.flags}
 
 
 def _named_config(made: Translation, name: str, files: dict[str, str]) -> None:
@@ -350,6 +298,8 @@ def _steps(made: Translation, steps: dict[str, str]) -> None:
     """The recipe has two numbers: where the schedule ends, and where the run does."""
     schedule, end = steps.get("lr_scheduler_kwargs.num_training_steps"), steps.get("num_train_steps")
     of_file = "sanity" not in made.config  # other files than these have the length of the schedule
+    if schedule and not of_file:
+        end = end or "250"  # their L0_sanity's
     for key, value, flag in (
         ("lr_scheduler_kwargs.num_training_steps", schedule, "max_steps"),
         ("num_train_steps", end, "stop_at_step" if schedule or of_file else "max_steps"),
@@ -365,7 +315,14 @@ def check(made: Translation) -> None:
 
     if made.script in STRATEGIES and made.argv:
         argv = [str(ROOT / made.config), *made.flags] if made.config else made.flags
-        parse_run(None, strategy_of(made.script), argv)
+        args: Any = parse_run(None, strategy_of(made.script), argv)
+        if args.task == "mlm" and args.model.backend == "hf":
+            import torch
+
+            from common.distributed.world import World
+            from extras import hf_backend
+
+            hf_backend.check(args, World(0, 0, 1, torch.device("cpu"), cp_size=args.process.cp_size))
 
 
 def main() -> None:

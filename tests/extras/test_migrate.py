@@ -12,7 +12,7 @@ import pytest
 from common.cli import UserError
 from common.flags import flag_specs, flat
 from common.training.registry import TASKS, arguments_of, parse_run
-from extras.foreign_flags import PROGRAMS, RECIPE, RECIPE_OBJECTS, TRAINER_DEFAULTS
+from extras.foreign_flags import CLM_DEFAULTS, PROGRAMS, RECIPE, RECIPE_OBJECTS, TRAINER_DEFAULTS
 from extras.migrate import STRATEGIES, check, hint, main, strategy_of, translate
 
 SPECS = [
@@ -124,7 +124,8 @@ GUIDES = {  # commands of the five guides that train: {theirs: (our script, flag
         "train_fsdp2.py",
         {"fp8": True, "sequence_packing": True},
     ),
-    "torchrun --nproc_per_node=2 train_ddp_cp.py --config-name L0_sanity_cp cp_size=4": (
+    "python train_ddp.py use_sequence_packing=true": ("train_ddp.py", {"sequence_packing": True, "max_steps": 250}),
+    "torchrun --nproc_per_node=4 train_ddp_cp.py --config-name L0_sanity_cp cp_size=4": (
         "train_ddp_cp.py",
         {"cp_size": 4, "tokens_per_pack": 1600},
     ),
@@ -153,7 +154,7 @@ GUIDES = {  # commands of the five guides that train: {theirs: (our script, flag
         "train_mfsdp.py",
         {"stop_at_step": 1000, "max_steps": 500_000, "fp8_recipe": "mxfp8", "fp8_format": "e4m3"},
     ),
-    "torchrun train_fsdp2_cp.py --config-name bench_b200_15b_mxfp8_cp4": (
+    "torchrun --nproc_per_node=4 train_fsdp2_cp.py --config-name bench_b200_15b_mxfp8_cp4": (
         "train_fsdp2.py",
         {"config_name": "facebook/esm2_t48_15B_UR50D", "fp8_recipe": "mxfp8", "cp_size": 4, "stop_at_step": 500},
     ),
@@ -225,15 +226,52 @@ def test_command_of_a_guide_becomes_one_that_our_parser_accepts(command, script,
         assert any(note.startswith(f"# {word}: ") for note in notes)
 
 
-def test_launch_of_accelerate_becomes_torchruns():
-    words = "--num_processes 16 --num_machines=2 --mixed_precision bf16"
-    made = translate(["accelerate", "launch", *words.split(), "train.py"])
-    assert str(made).splitlines()[0] == "torchrun --nnodes=2 --nproc_per_node=8 train_ddp.py --bf16"
-    words = "--rdzv_backend=c10d --main_process_ip=head --main_process_port=2379 --use_fsdp --machine_rank=1"
-    made = translate(["srun", "-l", "accelerate", "launch", *words.split(), "x/train.py", "--bf16"])
-    assert str(made).splitlines()[0] == (
-        "srun -l torchrun --nnodes=1 --rdzv_backend=c10d --node_rank=1 --rdzv_endpoint=head:2379 train_fsdp2.py --bf16"
-    )
+def notes(command: str) -> str:
+    return "\n".join(translate(shlex.split(command)).notes)
+
+
+def test_notes_of_the_recipes_smoke_test_name_what_differs():
+    sanity = "python train_fsdp2.py --config-name L0_sanity"
+    said = notes(sanity)
+    for part in (
+        "in fp32 here: --bf16",
+        "generated proteins here",
+        "compiles layers there",
+        "num_training_steps there",
+    ):
+        assert part in said
+        assert part in notes("python train_ddp.py"), "the recipe runs it without flags, too"
+    said = notes(f"{sanity} dataset.path=x use_torch_compile=true lr_scheduler_kwargs.num_training_steps=500 --bf16")
+    assert not any(part in said for part in ("fp32", "generated", "there"))
+    assert translate(shlex.split(f"{sanity} fp8_config.enabled=true")).flags == ["--fp8", "--bf16"]
+
+
+def test_transformers_layers_go_where_a_script_takes_them():
+    """Megatron-FSDP cannot shard them; what changes layers is refused with them."""
+    stock = "--config-name L0_sanity model_tag=facebook/esm2_t6_8M_UR50D"
+    made = translate(shlex.split(f"python train_mfsdp.py {stock}"))
+    assert (made.script, made.flags[-1]) == ("train_fsdp2.py", "--backend=hf")
+    assert "train_mfsdp.py: train_fsdp2.py: Megatron-FSDP" in "\n".join(made.notes)
+    check(made)
+    with pytest.raises(UserError, match="--backend hf: --fp8 is not of transformers' layers"):
+        check(translate(shlex.split(f"python train_fsdp2.py {stock} fp8_config.enabled=true")))
+
+
+def test_fsdp_guides_train_py_asks_for_a_model():
+    made = translate(shlex.split("torchrun train.py --hidden_width=768 --max_steps=2 --dataset=x --checkpoint_dir=o"))
+    assert "without --model_type: gpt_neox there" in made.notes[1]
+    with pytest.raises(UserError, match="missing: --model"):
+        check(made)
+
+
+def test_run_of_transformers_trainer_keeps_its_defaults_but_for_those_given():
+    made = translate(shlex.split("python run_mlm.py --warmup_ratio 0.1 --weight_decay 0.1"))
+    assert made.flags[:2] == ["--warmup_steps=0.1", "--weight_decay=0.1"]
+    assert made.flags[2:] == ["--learning_rate=5e-05", "--lr_scheduler_type=linear", "--adam_beta2=0.999"]
+    assert "--learning_rate=5e-05: the default there; without it, that here: 0.0004" in made.notes
+    causal = translate(shlex.split("python run_clm.py --block_size 512"))
+    assert {"--min_lr=0.0", "--seed=42", "--bf16=False", "--max_seq_length=512"} < set(causal.flags)
+    assert "--max_seq_length=1024" not in causal.flags
 
 
 @pytest.mark.parametrize(
@@ -341,4 +379,5 @@ def test_trainer_defaults_are_those_of_transformers():
 
     theirs = {field.name: getattr(field.default, "value", field.default) for field in fields(TrainingArguments)}
     assert {name: str(theirs[name]) for name in TRAINER_DEFAULTS} == TRAINER_DEFAULTS
-    assert TRAINER_DEFAULTS.keys() <= OURS
+    assert TRAINER_DEFAULTS.keys() | CLM_DEFAULTS.keys() <= OURS
+    assert {name: str(theirs[name]) for name in CLM_DEFAULTS if name in theirs}.items() <= CLM_DEFAULTS.items()

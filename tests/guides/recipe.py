@@ -13,7 +13,6 @@ from tests.guides.checks import (
     held,
     leaves,
     parses,
-    refuses,
     translates,
     typed,
 )
@@ -100,13 +99,13 @@ RECIPE = {
     ),
     12: Row(
         "FP8 in all layers",
-        translates("train_fsdp2.py", ("--fp8",), fp8=True, fp8_layers=None, **SANITY),
+        translates("train_fsdp2.py", ("--fp8",), fp8=True, fp8_layers=None, bf16=True, **SANITY),
         f"{L0} fp8_config.enabled=true",
         blocks=(7,),
     ),
     13: Row(
         "NVFP4",
-        translates("train_fsdp2.py", ("--fp4",), fp4=True, **SANITY),
+        translates("train_fsdp2.py", ("--fp4",), fp4=True, bf16=True, **SANITY),
         f"{L0} fp4_config.enabled=true",
         blocks=(8,),
     ),
@@ -250,7 +249,10 @@ RECIPE = {
     ),
     39: Row(
         "hydra.verbose=true",
-        refuses("train_fsdp2.py", "hydra.verbose=true: "),
+        all_of(
+            translates("train_fsdp2.py", ("hydra.verbose=true: none: there are no debug lines",), **SANITY),
+            differs("hydra.verbose=true"),
+        ),
         f"{L0} hydra.verbose=true",
     ),
     40: Row(
