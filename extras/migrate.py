@@ -267,7 +267,8 @@ def _sanity(made: Translation, own_decay: bool) -> None:
     if not own_decay:
         made.notes.append("the learning rate falls until num_training_steps there, until the run's last step here")
     if "--torch_compile" not in given and "_cp" not in (made.config or made.script):
-        here = "transformers' never" if "--backend=hf" in made.flags else "torch's on a GPU (--torch_compile: always)"
+        here = "torch's on a GPU, and with --torch_compile; Transformer Engine's never"
+        here = "transformers' never" if "--backend=hf" in made.flags else here
         made.notes.append(f"compiles layers there (use_torch_compile), here {here}")
 
 
