@@ -138,7 +138,8 @@ def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
     for chain in console.each(chains, "chains"):
         probabilities = head.probabilities(attention_features(model, chain.ids))
         found.append(precisions(chain, probabilities))
-        rows.append({"chain": chain.name, "residues": len(chain.sequence)} | found[-1])
+        counts = {"residues": len(chain.sequence), "resolved": chain.resolved}
+        rows.append({"chain": chain.name} | counts | found[-1])
         if len(drawn) < args.maps:
             drawn.append((chain, probabilities, directory / f"{file_name(chain.name, taken)}.png"))
     write_table(directory / TABLE, rows)

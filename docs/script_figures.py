@@ -65,6 +65,7 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
     ],
     "contacts.py": [
         ("contacts.csv: residues", "residues", "the chain", NONE, NONE),
+        ("contacts.csv: resolved", "residues", "those with coordinates: L below", NONE, NONE),
         *(
             row
             for file, over, error in (

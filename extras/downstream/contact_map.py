@@ -17,8 +17,8 @@ LARGEST, SMALLEST = 36.0, 6.0  # markers, points^2
 
 
 class Top(NamedTuple):
-    """The L likeliest pairs (i, j) of a chain of L residues within `range`, or all if there are fewer; contact: bool,
-    None without a structure; chance: the part of all the range's pairs in contact."""
+    """The L likeliest pairs (i, j) within `range`, or all if there are fewer. L: the chain's resolved residues, without
+    a structure all; contact: bool, None without a structure; chance: the part of all the range's pairs in contact."""
 
     range: str
     i: np.ndarray
@@ -31,7 +31,8 @@ def top_pairs(chain: Chain, scores: np.ndarray) -> Top | None:
     """As `precisions` takes them, of the farthest of `RANGES` that has a contact; without a structure, that has L
     pairs. Where none has, of the farthest that has pairs. None for a chain without pairs."""
     contacts, known = chain.contacts()
-    has_structure, length = bool(known.any()), len(chain.sequence)
+    has_structure = bool(known.any())
+    length = chain.resolved if has_structure else len(chain.sequence)
     known = known if has_structure else np.ones_like(known)
     found: list[Top] = []
     for name in reversed(RANGES):

@@ -27,7 +27,7 @@ FITTED_ON = 20  # chains
 LEAST = 3  # chains: two to fit on, one to evaluate on
 SEPARATION = 6  # residues along the chain; closer pairs are neither fitted nor evaluated
 RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 1 << 30)}
-TOP = {"p_at_l": 1, "p_at_l2": 2, "p_at_l5": 5}  # precision of the L / n likeliest pairs
+TOP = {"p_at_l": 1, "p_at_l2": 2, "p_at_l5": 5}  # precision of the L / n likeliest pairs, of L resolved residues
 STRENGTHS = (0.15, 1.5, 15.0, 150.0)  # C; the first is ESM-2's
 HEAD = "esm.contact_head.regression"
 
@@ -128,7 +128,8 @@ def by_score(scores: np.ndarray) -> np.ndarray:
 def precisions(chain: Chain, scores: np.ndarray) -> dict[str, float]:
     """{long_p_at_l, ...}: of a range's L / n likeliest pairs, those in contact; long_chance: of all pairs of a range.
 
-    scores: [L, L]. A range without pairs is left out.
+    L: residues with coordinates, as ESM's authors count them; where a range has fewer pairs, all are taken. scores:
+    [residues, residues], also of those without. A range without pairs is left out.
     """
     i, j, contact = pairs(chain)
     found = {}
@@ -140,7 +141,7 @@ def precisions(chain: Chain, scores: np.ndarray) -> dict[str, float]:
         found[f"{name}_chance"] = float(hits.mean())
         for key, order in (("", by_score(score)), ("nearest_", by_score(-apart))):
             for top, part in TOP.items():
-                taken = order[: max(1, len(chain.sequence) // part)]
+                taken = order[: max(1, chain.resolved // part)]
                 if not key or top == "p_at_l":
                     found[f"{name}_{key}{top}"] = float(hits[taken].mean())
     return found

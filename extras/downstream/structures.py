@@ -37,7 +37,7 @@ SAID = 5  # files that a warning names
 @dataclass(frozen=True, eq=False)
 class Chain:
     """sequence: one letter a residue, also of those without coordinates; beta: float32 [L, 3] in angstrom, of C-beta
-    (glycine: C-alpha), NaN where there is none."""
+    (glycine: C-alpha) as the file has it, NaN where there is none."""
 
     name: str
     sequence: str
@@ -45,7 +45,7 @@ class Chain:
 
     @property
     def resolved(self) -> int:
-        """Residues with coordinates."""
+        """Residues with coordinates: L of the precision of contacts."""
         return int(np.isfinite(self.beta).all(1).sum())
 
     @property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -75,20 +77,24 @@ def test_fit_equals_scikit_learn_on_transformers_attentions(structures, untraine
     np.testing.assert_allclose(found.ravel(), expected, atol=1e-6)
 
 
-def test_precisions_equal_a_plain_loop():
+@pytest.mark.parametrize("resolved", [range(60), [*range(7), *range(8, 60)], [*range(12, 25), *range(48, 59)]])
+def test_precisions_of_a_chain_with_gaps_equal_a_plain_loop(resolved):
+    """From the coordinates: L is the number of residues that have them, and their numbers are those of the chain."""
     generator = np.random.default_rng(0)
-    chain = Chain("a", "A" * 60, generator.normal(scale=8, size=(60, 3)).astype(np.float32))
-    chain.beta[7] = np.nan
+    places = generator.normal(scale=8, size=(60, 3)).astype(np.float32)
+    chain = Chain("a", "A" * 60, np.full((60, 3), np.nan, np.float32))
+    chain.beta[resolved] = places[resolved]
     scores = generator.random((60, 60))
     scores = scores + scores.T
-    contacts, known = chain.contacts()
     found = precisions(chain, scores)
     for name, (nearest, beyond) in RANGES.items():
-        inside = [(i, j) for i in range(60) for j in range(i + nearest, min(60, i + beyond)) if known[i, j]]
-        assert found[f"{name}_chance"] == pytest.approx(np.mean([contacts[pair] for pair in inside]))
+        inside = [(i, j) for i, j in itertools.combinations(resolved, 2) if nearest <= j - i < beyond]
+        touch = {(i, j): math.dist(places[i], places[j]) < 8 for i, j in inside}
+        assert found[f"{name}_chance"] == pytest.approx(np.mean(list(touch.values())))
         ranked = sorted(inside, key=lambda pair: -scores[pair])
         for key, part in TOP.items():
-            assert found[f"{name}_{key}"] == pytest.approx(np.mean([contacts[pair] for pair in ranked[: 60 // part]]))
+            taken = ranked[: len(resolved) // part]
+            assert found[f"{name}_{key}"] == pytest.approx(np.mean([touch[pair] for pair in taken]))
     assert min(pairs(chain)[1] - pairs(chain)[0]) == SEPARATION
 
 
