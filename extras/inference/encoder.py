@@ -41,14 +41,17 @@ class Window(NamedTuple):
 
 
 def windows(residues: int, longest: int) -> Iterator[Window]:
-    """Windows of a protein, of `longest` residues each if it is longer, overlapping by about half. Each residue is
-    used from the window whose centre is nearest."""
+    """Windows of a protein, of `longest` residues each if it is longer, overlapping by about half.
+
+    Each residue is used from the window whose centre is nearest, and from the later one of two as near. That depends
+    on the two lengths alone: neither on the other proteins of a batch nor on the dtype.
+    """
     if residues <= longest:
         yield Window(0, residues, 0, residues)
         return
     count = -(-(residues - longest) // (longest // 2)) + 1
     starts = np.linspace(0, residues - longest, count).round().astype(int).tolist()
-    # Windows change half-way between the centres of two neighbours.
+    # Windows change half-way between the centres of two neighbours; a residue there is the first of the later one.
     borders = [0, *((a + b + longest) // 2 for a, b in zip(starts, starts[1:], strict=False)), residues]
     for start, begin, end in zip(starts, borders, borders[1:], strict=False):
         yield Window(start, longest, begin - start, end - start)

@@ -41,6 +41,22 @@ def test_windows_use_each_residue_once_near_a_centre(longest, times):
             assert window.length - window.end >= longest // 4 - 1
 
 
+@pytest.mark.parametrize("longest", [6, 7, 30, 31])
+def test_windows_of_a_residue_are_the_nearest_and_of_two_the_later(longest):
+    """For each residue of proteins of all lengths, beside all windows that contain it; in doubled residues."""
+    ties = 0
+    for residues in range(longest + 1, 5 * longest):
+        found = list(windows(residues, longest))
+        for window in found:
+            for place in range(window.start + window.begin, window.start + window.end):
+                seen_in = [other.start for other in found if other.start <= place < other.start + longest]
+                away = {start: abs(2 * place - (2 * start + longest - 1)) for start in seen_in}
+                nearest = [start for start in seen_in if away[start] == min(away.values())]
+                ties += len(nearest) > 1
+                assert window.start == max(nearest)
+    assert ties
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
