@@ -17,8 +17,11 @@ LARGEST, SMALLEST = 36.0, 6.0  # markers, points^2
 
 
 class Top(NamedTuple):
-    """The L likeliest pairs (i, j) within `range`, or all if there are fewer; L: resolved residues of the chain,
-    without a structure all; contact: bool, None without a structure; chance: the part of the range's pairs in contact."""
+    """The L likeliest pairs (i, j) within `range`, or all if there are fewer.
+
+    L: resolved residues of the chain, without a structure all; contact: bool, None without a structure; chance: the
+    part of the range's pairs in contact.
+    """
 
     range: str
     i: np.ndarray
