@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -47,8 +48,9 @@ CONFIGS = {  # NAME: (what the source says, scripts)
     ),
     "amplify_120m": (
         {"max_steps": 900_000, "learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
-        | {"weight_decay": 0.01, "lr_scheduler_type": "cosine", "min_lr_rate": 0.1, "warmup_steps": 1000}
-        | {"mlm_probability": 0.15, "max_seq_length": 512, "config_name": "chandar-lab/AMPLIFY_120M"},
+        | {"weight_decay": 0.01, "lr_scheduler_type": "cosine_linear", "min_lr_rate": 0.1, "warmup_steps": 1000}
+        | {"mlm_probability": 0.15, "max_seq_length": 512, "config_name": "chandar-lab/AMPLIFY_120M"}
+        | {"max_grad_norm": 1, "sequence_packing": False, "bf16": True},
         [DDP, FSDP, MFSDP],
     ),
     "guide_eks": (
@@ -79,10 +81,21 @@ def test_configs_are_all_tested():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_matches_its_source(name):
+    """Of a repository, its header names the commit: a later one may have other values."""
     said, scripts = CONFIGS[name]
+    header = (ROOT / "configs" / f"{name}.yaml").read_text()
+    assert "# Source: " in header
+    assert name == "guide_eks" or re.search(r"\bat [0-9a-f]{7}\b", header)
     for script in scripts:
         args = parse(script, ROOT / "configs" / f"{name}.yaml")
         assert said.items() <= flat(args).items()
+
+
+def test_amplify_step_has_its_authors_proteins():
+    """README, Example 2: 2 nodes of 4 GPUs, per_device_batch_size 256, gradient_accumulation_steps 2."""
+    batches = parse(DDP, ROOT / "configs" / "amplify_120m.yaml").data
+    assert batches.per_device_train_batch_size * batches.packs_per_step == 2 * 4 * 256 * 2
+    assert batches.packs_per_step % 8 == 0  # a node of 8 GPUs
 
 
 @pytest.mark.parametrize(

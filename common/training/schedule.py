@@ -20,7 +20,7 @@ LEAST_WARMUP_STEPS = 100  # of the default, in runs that are too short for ESM-2
 WSD_DECAY = 0.2  # of the run
 # transformers' names; its cosine_with_restarts has one cycle by default.
 TRANSFORMERS_NAMES = {"warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine"}
-WITH_FLOOR = ("esm2", "linear", "cosine", "wsd")
+WITH_FLOOR = ("esm2", "linear", "cosine", "cosine_linear", "wsd")
 SCHEDULES = (*WITH_FLOOR, "annealing", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 
 
@@ -32,15 +32,17 @@ class ScheduleFlags(Flags):
     learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
     lr_scheduler_type: str = flag(
         "esm2",
-        "esm2: linear to a tenth at 90 % of the run; wsd: linear in the last fifth; annealing: the FSDP guide's "
-        "cosine; the others: transformers'.",
+        "esm2: linear to a tenth at 90 % of the run; cosine_linear: AMPLIFY's; wsd: linear in the last fifth; "
+        "annealing: the FSDP guide's cosine; the others: transformers'.",
         choices=SCHEDULES,
     )
     warmup_steps: float | None = flag(
         None, "Steps, or a fraction of the run below 1. Default: 2000, at most 5 %; in short runs 100, at most 15 %."
     )
     min_lr_rate: float | None = flag(
-        None, "What esm2, linear, cosine and wsd fall to, as a fraction of the peak. Default: 0.1 for esm2, else 0."
+        None,
+        "What esm2, linear, cosine, cosine_linear and wsd fall to, as a fraction of the peak. Default: 0.1 for esm2, "
+        "else 0.",
     )
     lr_decay_steps: float | None = flag(
         None, "With wsd: steps, or a fraction of the run below 1, over which the rate falls at the end. Default: 0.2."
@@ -125,7 +127,12 @@ def lr_schedule(flags: ScheduleFlags, total_steps: int) -> Callable[[int], float
             return peak * (1 - (1 - floor) * progress)
 
         return esm2
-    factor = wsd(flags, total_steps, warmup) if name == "wsd" else of_transformers(flags, total_steps, warmup)
+    if name == "wsd":
+        factor = wsd(flags, total_steps, warmup)
+    elif name == "cosine_linear":
+        factor = cosine_linear(floor, total_steps, warmup)
+    else:
+        factor = of_transformers(flags, total_steps, warmup)
 
     def rate(step: int) -> float:
         if floor and step >= warmup:
@@ -143,6 +150,19 @@ def wsd(flags: ScheduleFlags, total_steps: int, warmup: int) -> Callable[[int], 
         if step < warmup:
             return step / warmup
         return 1.0 if step < total_steps - decay else max(0.0, (total_steps - step) / max(1, decay))
+
+    return factor
+
+
+def cosine_linear(floor: float, total_steps: int, warmup: int) -> Callable[[int], float]:
+    """step -> fraction of what the peak is above the floor: linear warm-up, then a cosine to 0 times a linear fall to
+    the floor, as AMPLIFY's authors published it first (chandar-lab/AMPLIFY at fb63336, CosineDecay)."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return (1 + math.cos(math.pi * done)) / 2 * (1 - (1 - floor) * done)
 
     return factor
 

@@ -91,6 +91,19 @@ def test_cosine_with_floor_equals_transformers(name, floor, warmup):
     assert found == factors_of(get_cosine_with_min_lr_schedule_with_warmup, 50, warmup, min_lr_rate=floor)
 
 
+@pytest.mark.parametrize(
+    ("step", "of_peak"),
+    [(0, 0.0), (500, 0.5), (1000, 1.0), (225_750, 0.6953535), (450_500, 0.3475), (675_250, 0.1428356), (900_000, 0.1)],
+)
+def test_cosine_linear_schedule_is_amplifys(step, of_peak):
+    """Worked out by hand at the quarters of the 899,000 steps after the warm-up: 0.1 + 0.9 x (1 + cos) / 2 x (1 - 0.9
+    of the way). A cosine alone has 0.55 half-way."""
+    lr = lr_schedule(
+        arguments(learning_rate=1e-3, lr_scheduler_type="cosine_linear", warmup_steps=1000, min_lr_rate=0.1), 900_000
+    )
+    assert lr(step) == pytest.approx(1e-3 * of_peak, rel=1e-6)
+
+
 def test_cosine_with_restarts_equals_transformers():
     found = rates(50, lr_scheduler_type="cosine_with_restarts", warmup_steps=7)
     assert found == pytest.approx(factors_of(get_cosine_with_hard_restarts_schedule_with_warmup, 50, 7), rel=1e-12)
@@ -112,7 +125,7 @@ def test_wsd_equals_transformers(given, decay, floor, warmup):
 
 @pytest.mark.parametrize("total_steps", [1, 2, 10, 100, 1000])
 @pytest.mark.parametrize("floor", [None, 0.0, 0.25, 1.0])
-@pytest.mark.parametrize("name", ["esm2", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("name", ["esm2", "linear", "cosine", "cosine_linear", "wsd"])
 def test_schedule_rises_stays_and_falls_to_the_floor(name, floor, total_steps):
     found = rates(total_steps, lr_scheduler_type=name, min_lr_rate=floor)
     warmup = warmup_steps(arguments(), total_steps)
@@ -205,7 +218,7 @@ def test_default_warmup_has_a_floor():
 
 @pytest.mark.parametrize("name", ["lineer", "reduce_lr_on_plateau", "greedy"])
 def test_lr_schedule_refuses_unknown_names(name):
-    with pytest.raises(UserError, match=f"--lr_scheduler_type {name}: choose esm2, linear, cosine, wsd"):
+    with pytest.raises(UserError, match=f"--lr_scheduler_type {name}: choose esm2, linear, cosine, cosine_linear, wsd"):
         checked(arguments(lr_scheduler_type=name))
 
 
