@@ -218,7 +218,8 @@ def test_default_warmup_has_a_floor():
 
 @pytest.mark.parametrize("name", ["lineer", "reduce_lr_on_plateau", "greedy"])
 def test_lr_schedule_refuses_unknown_names(name):
-    with pytest.raises(UserError, match=f"--lr_scheduler_type {name}: choose esm2, linear, cosine, cosine_linear, wsd"):
+    said = f"--lr_scheduler_type {name}: choose esm2, linear, cosine, cosine_linear, wsd"
+    with pytest.raises(UserError, match=said):
         checked(arguments(lr_scheduler_type=name))
 
 
