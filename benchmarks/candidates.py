@@ -141,7 +141,17 @@ def zero_init() -> None:
     load_model.initialise = zeroed
 
 
-CHANGES = {change.__name__: change for change in (normuon, cautious_decay, ema, z_loss, zero_init)}
+def head_by_adamw() -> None:
+    """Update the matrix of the LM head by AdamW, as the embeddings; Muon keeps those of the layers."""
+    found = esm2.Esm2ForMaskedLM.hidden_matrices
+
+    def of_layers(self) -> dict:
+        return {name: blocks for name, blocks in found(self).items() if name != "lm_head.dense.weight"}
+
+    esm2.Esm2ForMaskedLM.hidden_matrices = of_layers
+
+
+CHANGES = {change.__name__: change for change in (normuon, cautious_decay, ema, z_loss, zero_init, head_by_adamw)}
 
 
 def apply(changes: str) -> None:

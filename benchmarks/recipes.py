@@ -48,6 +48,7 @@ def recipes(
         "muon-ema": replace(best, change="ema"),
         "muon-z-loss": replace(best, change="z_loss"),
         "muon-zero-init": replace(best, change="zero_init"),
+        "muon-head-by-adamw": replace(best, change="head_by_adamw"),
     }
 
 
