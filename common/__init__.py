@@ -15,7 +15,7 @@ from common.distributed.stopping import stop_with_launcher
 os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 
 # After a rank has died, torch's store warns with a C++ stack for every failed message, which buries the one line that
-# matters (extras/monitor/watchdog.py). Its errors are still printed.
+# matters (common/distributed/watchdog.py). Its errors are still printed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Before torch is imported, which takes seconds: a rank whose launcher died in that time would be orphaned for good.
 stop_with_launcher()

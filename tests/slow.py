@@ -75,7 +75,7 @@ SLOW = {
         "test_search_on_two_ranks_is_that_of_one[train_ddp_cp.py-more3]",
         "test_search_of_a_decoder",
     ),
-    "extras/monitor/test_hangs.py": (
+    "distributed/test_hangs.py": (
         "test_watch_names_a_stopped_rank[hsdp]",
         "test_watch_names_a_stopped_rank[cp-3]",
         "test_watch_names_a_stopped_rank[mfsdp]",
@@ -84,11 +84,11 @@ SLOW = {
         "test_watch_names_a_stopped_rank[fsdp2]",
         "test_watch_names_a_sleeping_rank_with_its_stack[train_fsdp2.py-2-0]",
     ),
-    "extras/monitor/test_replicas.py": (
+    "training/test_replicas.py": (
         "test_replicas_check_names_ranks_that_diverge[hsdp]",
         "test_replicas_check_names_ranks_that_diverge[mfsdp]",
     ),
-    "extras/monitor/test_step_monitor.py": (
+    "training/test_step_monitor.py": (
         "test_stragglers_name_the_slow_rank[hsdp]",
         "test_stragglers_name_the_slow_rank[mfsdp]",
         "test_profiler_traces_the_given_steps_of_every_rank[fsdp2]",

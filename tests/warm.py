@@ -11,7 +11,6 @@ import gc  # isort: skip
 
 gc.disable()  # while importing, where all that there is stays
 
-import common  # isort: skip  (before torch: see there)
 import ctypes
 import sys
 import warnings
@@ -35,12 +34,6 @@ from matplotlib.figure import Figure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers import EsmForMaskedLM, EsmTokenizer, HfArgumentParser, get_scheduler  # noqa: F401
 
-import common.models.layers.recompute
-import common.training.load_model
-import common.training.loop  # noqa: F401
-import extras.curves
-import extras.monitor.step_monitor
-import extras.monitor.watchdog  # noqa: F401
 import tests.live_runs  # noqa: F401
 from common.compat import FakeStore
 from common.models.esm2.config import load_config, override

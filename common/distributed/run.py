@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from common.cli import UserError, one_line, setup_logging, user_errors
 from common.distributed.stopping import PREEMPTED, Preempted
+from common.distributed.watchdog import Watch
 from common.distributed.world import BUG, PeerFailed, World
 from common.flags import Flags, flag
 
@@ -252,8 +253,6 @@ def exit_now(error: BaseException) -> None:
 
 
 def _init_process_group(world: World) -> None:
-    from extras.monitor.watchdog import Watch
-
     timeout_s, timeout = world.timeout_s, timedelta(seconds=world.timeout_s)
     use_loopback_interface()
     backend = "gloo"

@@ -97,7 +97,7 @@ class Strategy:
         what torch.distributed.checkpoint has to know of each shard. No collective; called from any thread."""
         return state
 
-    # ---- extras.monitor.step_monitor ----------------------------------------------------------------------------
+    # ---- common.training.step_monitor ----------------------------------------------------------------------------
 
     @property
     def last_gradient(self) -> nn.Parameter:

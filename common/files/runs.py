@@ -1,11 +1,14 @@
-"""What a run leaves in its directory, by name: final_model/ and checkpoint-N/."""
+"""What a run leaves in its directory, by name: final_model/, checkpoint-N/, metrics.jsonl, run_info.json."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 FINAL_MODEL = "final_model"
+METRICS = "metrics.jsonl"
+RUN_INFO = "run_info.json"  # the title of the curves, and the first step of each start
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -33,3 +36,9 @@ def resolve_directory(name: str) -> Path:
         return final
     inside = list_checkpoints(path)
     return inside[0][1] if inside else path
+
+
+def read_run_info(output_dir: Path) -> dict:
+    """run_info.json: model, data, device, labels, and `starts`, the first step of each start; {} if it is missing."""
+    path = output_dir / RUN_INFO
+    return json.loads(path.read_text()) if path.exists() else {}

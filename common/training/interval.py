@@ -24,7 +24,7 @@ class Interval:
     checkpoints: float = 0.0  # seconds that saving blocked training
     steps: int = 0
     last_targets: int = 0  # of the last step
-    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks (extras/monitor/step_monitor.py)
+    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks (step_monitor.py)
 
     def add(self, counts: StepCounts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
         self.tokens += counts.num_tokens

@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from common.data.loader import merge_positions
 from common.distributed.run import distributed_run
@@ -35,6 +34,7 @@ from common.training.resume import ResumePlan, plan_resume
 from common.training.run_directory import RunDirectory
 from common.training.run_logger import RunLogger, peak_flops
 from common.training.step import Stepper, StepPrefetcher, scheduled_gc
+from common.training.step_monitor import StepMonitor
 from common.training.task import Build, BuiltModel, Task
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Run:
     best: Best
     checkpointer: Checkpointer
     log: RunLogger
-    monitor: Any  # extras.monitor.step_monitor.StepMonitor, which the core does not import
+    monitor: StepMonitor
     plan: RunPlan
     state: TrainerState
 
@@ -108,8 +108,6 @@ def set_up(
     stack: ExitStack,
 ) -> Run:
     """Build the model, open data, log and checkpoints, load the checkpoint, resolve what the flags leave open."""
-    from extras.monitor.step_monitor import StepMonitor
-
     strategy, built = build(args, world, resume.implementation)
     with world.on_main_rank() as is_main:  # report bad input before anything is removed or written
         if is_main:

@@ -38,9 +38,10 @@ from common.models.registry import Family, encoder_family
 from common.shapes import filled_up
 from common.training.arguments import RunArguments
 from common.training.baselines import BaselineLosses, Baselines
+from common.training.curves import PlotLabels
 from common.training.evaluation import held_out_results, perplexity
 from common.training.protein_losses import Evaluation, ProteinLosses
-from common.training.run_logger import PlotLabels, step_line
+from common.training.run_logger import step_line
 from common.training.task import Build, BuiltModel, Task
 
 SHOWN = ("masked", "kept", "random")  # what stands where a residue is asked: <mask>, itself, another one

@@ -20,9 +20,8 @@ from typing import Any
 
 from common.cli import UserError
 from common.files.json_files import open_private
-from common.files.runs import CHECKPOINT, list_checkpoints
+from common.files.runs import CHECKPOINT, METRICS, RUN_INFO, list_checkpoints
 from common.training.checkpoint_files import PARTIAL, SAVED, SUPERSEDED
-from common.training.run_logger import METRICS, RUN_INFO
 
 logger = logging.getLogger(__name__)
 

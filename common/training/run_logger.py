@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -23,14 +23,14 @@ from common.cli import MACHINE_FAULT, UserError
 from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import World
 from common.files.json_files import JsonLinesLog, read_json_lines, write_json
+from common.files.runs import METRICS, RUN_INFO, read_run_info
 from common.flags import Flags, flag
+from common.training.curves import draw_curves
 from common.training.protein_losses import ProteinLosses, write_losses
 from common.training.verdict import held_out_key, verdicts
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
-RUN_INFO = "run_info.json"  # the title of the curves, and the first step of each start
 DRAW_EVERY_S = 60.0  # at most, of a run that is still training
 
 # Dense bf16 peak in FLOP/s (without sparsity), from the vendors' data sheets, by words of the device's name. The
@@ -134,23 +134,6 @@ def step_line(row: dict) -> str:
     return "  ".join(parts)
 
 
-class PlotLabels(NamedTuple):
-    """A task's labels in the plot of the loss; the defaults are masked language modelling's."""
-
-    loss: str = "Masked-language-modelling loss"
-    unit: str = "nats per residue"
-    held_out: str = "held-out proteins, hidden residues"
-    baseline: str = "the same, by residue frequencies"
-    neighbours: str = "the same, by their neighbours"
-    training: str = "training, all selected residues"
-
-
-def read_run_info(output_dir: Path) -> dict:
-    """run_info.json: model, data, device, labels, and `starts`, the first step of each start; {} if it is missing."""
-    path = output_dir / RUN_INFO
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 @dataclass(frozen=True)
 class LogFlags(Flags):
     group = "logging"
@@ -172,11 +155,18 @@ class LogFlags(Flags):
         self.require_above(0, "peak_tflops_per_gpu")
         self.require_at_least(0, "straggler_every")
         if self.profile_steps:
-            from extras.monitor.step_monitor import parse_steps
-
             parse_steps(self.profile_steps)
         if self.report_to != "none" and find_spec(self.report_to) is None:
             raise UserError(f"--report_to {self.report_to}: not installed: ./install.sh --trackers")
+
+
+def parse_steps(text: str) -> range:
+    """Parse "A-B" or "A": steps A to B inclusive, counted from 1."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise UserError(f"--profile_steps {text}: expected steps as A-B, say 10-12, counted from 1")
+    return range(first, last + 1)
 
 
 class Tracker:
@@ -305,8 +295,6 @@ class RunLogger:
 
     def draw_last(self) -> None:
         """Draw the curves of the whole run; all ranks together."""
-        from extras.curves import draw_curves
-
         with self.world.raise_together():
             if self._drawing is not None:
                 self._drawing.join()
@@ -314,8 +302,6 @@ class RunLogger:
                 self.tracker.picture(path, self.last_row["step"])
 
     def _draw(self) -> None:
-        from extras.curves import draw_curves
-
         with suppress(OSError):  # a full disk ends the run at its next row or checkpoint
             draw_curves(self.output_dir)
 

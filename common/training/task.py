@@ -24,9 +24,9 @@ from common.models.layers.hf_directory import Training
 from common.models.layers.residual import Model
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
+from common.training.curves import PlotLabels
 from common.training.optim import build_optimizer
 from common.training.protein_losses import Evaluation
-from common.training.run_logger import PlotLabels
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
 Data = TypeVar("Data", bound=TrainingData)

@@ -14,15 +14,15 @@ from typing import Any
 
 from common.cli import UserError, one_line
 from common.files.json_files import read_json_lines
-from common.files.runs import list_checkpoints
+from common.files.runs import METRICS, list_checkpoints, read_run_info
 from common.training.arguments import DownstreamFlags, DryRunFlags, LearningRateFlags
 from common.training.checkpoint import CheckpointFlags
+from common.training.curves import read_results
 from common.training.progress import HARMLESS
 from common.training.protein_losses import ProteinLosses, read_losses
 from common.training.resume import short_identity
-from common.training.run_logger import METRICS, LogFlags, read_run_info
+from common.training.run_logger import LogFlags
 from common.training.verdict import held_out_key
-from extras.curves import read_results
 from extras.find_learning_rate.search import WITHOUT_EFFECT as OF_LOADING
 
 logger = logging.getLogger(__name__)

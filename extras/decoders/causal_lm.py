@@ -18,9 +18,10 @@ from common.data.crops import Pack
 from common.data.loader import StepCounts
 from common.data.packs_per_step import PacksPerStep
 from common.models.layers.initialise import count_parameters
+from common.training.curves import PlotLabels
 from common.training.evaluation import held_out_results
 from common.training.protein_losses import Evaluation
-from common.training.run_logger import PlotLabels, step_line
+from common.training.run_logger import step_line
 from common.training.task import Task
 from extras.decoders.causal_arguments import CausalArguments
 from extras.decoders.config import TRAINED_CONTEXT

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.files.json_files import replace_flushed
+from common.training.curves import moving_average
 from common.training.protein_losses import ProteinLosses, mean_and_error
-from extras.curves import moving_average
 from extras.find_learning_rate.trials import Trial, best_of, flat_within, last_part, recommended
 
 LEARNED = 0.05  # nats below the unigram predictor: a trial has learned more than residue frequencies

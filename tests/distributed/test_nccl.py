@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed import run
+from common.distributed import run, watchdog
 from common.distributed.fsdp import init_mesh, set_group_timeouts
 from common.distributed.run import ProcessFlags, distributed_run
-from extras.monitor import watchdog
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
 

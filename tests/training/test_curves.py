@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 
 from common.files.json_files import JsonLinesLog
-from common.training.run_logger import read_run_info, write_results
+from common.files.runs import read_run_info
+from common.training.curves import draw_curves, read_results
+from common.training.run_logger import write_results
 from common.training.verdict import held_out_prefixes
-from extras.curves import draw_curves, read_results
 from extras.report import held_out_table
 from tests.forked import Script, run_script
 from tests.live_runs import newest_step

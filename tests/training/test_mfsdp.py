@@ -20,7 +20,7 @@ from common.distributed.run import distributed_run
 from common.distributed.world import World
 from common.flags import with_flags
 from common.training.load_model import load_model
-from extras.monitor.step_monitor import digest
+from common.training.step_monitor import digest
 from tests import megatron_on_cpu
 from tests.data_fixtures import load_script
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step, outcome

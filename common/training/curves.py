@@ -6,13 +6,25 @@ import json
 import math
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 from common.files.json_files import read_json_lines
-from common.training.run_logger import METRICS, PlotLabels, read_run_info
+from common.files.runs import METRICS, read_run_info
 from common.training.verdict import BASELINES, held_out_key, held_out_prefixes
 
 COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:pink")  # of held-out sets
 FEW = 50  # rows: up to here points are drawn, too
+
+
+class PlotLabels(NamedTuple):
+    """A task's labels in the plot of the loss; the defaults are masked language modelling's."""
+
+    loss: str = "Masked-language-modelling loss"
+    unit: str = "nats per residue"
+    held_out: str = "held-out proteins, hidden residues"
+    baseline: str = "the same, by residue frequencies"
+    neighbours: str = "the same, by their neighbours"
+    training: str = "training, all selected residues"
 
 
 def draw_curves(output_dir: Path) -> Path | None:

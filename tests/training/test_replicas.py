@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from extras.monitor.step_monitor import digest, outliers
+from common.training.step_monitor import digest, outliers
 from tests.live_runs import newest_step
 from tests.training_fixtures import _main, flags_of, on_ranks
 

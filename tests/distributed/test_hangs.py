@@ -13,8 +13,8 @@ import time
 import pytest
 import torch
 
+from common.distributed.watchdog import Watch
 from common.models.esm2.model import Esm2ForMaskedLM
-from extras.monitor.watchdog import Watch
 from tests.live_runs import LiveRun, kill_all, ranks_of, torchrun, wait_until
 from tests.patience import communicate, join
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, train

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import statistics
 import time
@@ -18,12 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
-from common.cli import MachineFault, UserError
+from common.cli import MachineFault
 from common.distributed.strategy import Strategy
+from common.distributed.watchdog import SAVE
 from common.distributed.world import World
 from common.training.arguments import RunArguments
 from common.training.run_directory import TRACES
-from extras.monitor.watchdog import SAVE
+from common.training.run_logger import parse_steps
 
 logger = logging.getLogger(__name__)
 
@@ -265,15 +265,6 @@ def _on_gradient(values, call: Callable) -> None:
 
 
 # ---- traces -------------------------------------------------------------------------------------------------
-
-
-def parse_steps(text: str) -> range:
-    """Parse "A-B" or "A": steps A to B inclusive, counted from 1."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise UserError(f"--profile_steps {text}: expected steps as A-B, say 10-12, counted from 1")
-    return range(first, last + 1)
 
 
 class StepProfiler:

@@ -1,1 +1,0 @@
-"""While a run trains: detection of hangs, of stragglers and of replicas that differ."""
