@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from extras.prepare.sample import make_proteins
@@ -80,7 +81,7 @@ def checkout_in(directory: Path) -> Path:
         if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "extras", "configs", "benchmarks"):
             (directory / path.name).symlink_to(path)
     (directory / ".venv").mkdir()
-    for path in (ROOT / ".venv").iterdir():
+    for path in Path(sys.prefix).iterdir():
         (directory / ".venv" / path.name).symlink_to(programs() if path.name == "bin" else path)
     # Short ones, so that an epoch of them is one small pack.
     proteins = [(header, residues[:50]) for header, residues in make_proteins(60, 10, 4, (0.1, 0.4), seed=1)]

@@ -87,6 +87,12 @@ def test_image_builds_and_trains(checkout, dataset, tmp_path):
         assert tests == {"models": ".", "gpu": "s"}, passed
         assert re.search(r"^=* ?\d+ passed, 1 skipped, \d+ deselected in ", passed, re.M), passed
 
+        # NVIDIA's guide: a checkout mounted below them, another user's, which has tests of the same names.
+        mounted = ("-v", f"{checkout}:/workspace/bionemo")
+        collected = run("python3", "-P", "-m", "pytest", "-v", "--collect-only", ".", options=mounted)
+        assert "<Module test_attention.py>" in collected
+        assert "bionemo" not in collected
+
         # The guides' command, where the folder is another user's.
         (theirs := tmp_path / "theirs").mkdir()
         write_sample(tmp_path / "a.fasta", num_proteins=9, seed=1)
