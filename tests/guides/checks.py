@@ -5,7 +5,6 @@ A check is a function of `Here` that asserts.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
@@ -291,38 +290,6 @@ def _training_step(typed: Typed) -> Call:
     """The srun that trains (another one looks at the nodes)."""
     (call,) = [call for call in typed.of("srun") if any(Path(word).name in STRATEGIES for word in call.words)]
     return call
-
-
-# ---- what is tested elsewhere, or differs ---------------------------------------------------------------------------
-
-
-def held(*tests: str) -> Check:
-    """By these tests, FILE::NAME below tests/; they exist."""
-
-    def check(here: Here) -> None:
-        for test in tests:
-            file, _, name = test.partition("::")
-            tree = ast.parse((ROOT / "tests" / file).read_text())
-            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
-
-    return check
-
-
-def differs(phrase: str, page: str = "docs/differences.md") -> Check:
-    """By design, with a reason: a row of the page's table of what the guides have has the phrase."""
-
-    def check(here: Here) -> None:
-        rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
-        assert [line for line in rows if phrase in line.split(" | ")[0]], f"no row of {page} begins with {phrase}"
-
-    return check
-
-
-def documented(page: str, text: str) -> Check:
-    def check(here: Here) -> None:
-        assert text in (ROOT / page).read_text()
-
-    return check
 
 
 def all_of(*checks: Check) -> Check:

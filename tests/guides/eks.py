@@ -13,11 +13,8 @@ from tests.guides.checks import (
     asks,
     assert_has,
     defaults,
-    differs,
-    documented,
     flags_of,
     has_keys,
-    held,
     image,
     leaves,
     logs,
@@ -31,6 +28,8 @@ from tests.guides.checks import (
     translates,
     typed,
 )
+from tests.guides.elsewhere import differs, documented, held
+from tests.guides.images import builds
 
 ECR = "123456789012.dkr.ecr.us-east-1.amazonaws.com/"
 EKS_EXPORTS = """\
@@ -123,7 +122,7 @@ def pods_are_scheduled(typed) -> None:
 EKS = {
     1: Row("the six published ESM-2 models, by their names", every_size),
     2: typed("11 variables; ACCOUNT asked of aws", EKS_EXPORTS + "echo $REGISTRY", prints(ECR), blocks=(1,)),
-    3: typed("builds esm:aws", "./build.sh", asks("docker", "^docker build .*--tag esm:aws "), blocks=(2,)),
+    3: typed("builds esm:aws", "./build.sh", builds("esm:aws"), blocks=(2,)),
     4: typed(
         "pushes it to ECR, making the repository",
         "./push.sh",
@@ -295,7 +294,7 @@ EKS = {
     ),
     34: Row(
         "that run, under torchrun",
-        held("training/test_train_ddp.py::test_ddp_guides_command_runs_under_torchrun"),
+        held("training/test_train_ddp.py::test_ddp_guides_command_runs_under_torchrun", slow=True),
         blocks=(22,),
     ),
     35: typed("the pods", "kubectl get job,po", blocks=(25, 26)),

@@ -11,10 +11,7 @@ from tests.guides.checks import (
     applies,
     asks,
     assert_has,
-    differs,
-    documented,
     flags_of,
-    held,
     image,
     job_runs,
     of_a_pod,
@@ -26,6 +23,8 @@ from tests.guides.checks import (
     typed,
     understands,
 )
+from tests.guides.elsewhere import differs, documented, held
+from tests.guides.images import builds
 
 FSDP_ECR = "123456789012.dkr.ecr.us-west-1.amazonaws.com/"
 ENV_VARS = """\
@@ -140,7 +139,7 @@ FSDP_EKS = {
         "export ACCOUNT=$(aws sts get-caller-identity --query Account --output text)\n"
         "export REGISTRY=${ACCOUNT}.dkr.ecr.${AWS_REGION}.amazonaws.com/\n"
         "pushd ../ && [ -f Dockerfile ] && docker build -f Dockerfile -t ${REGISTRY}fsdp:pytorch2.7.1 . && popd",
-        asks("docker", f"^docker build -f Dockerfile -t {FSDP_ECR}fsdp:pytorch2.7.1 .$"),
+        builds(f"{FSDP_ECR}fsdp:pytorch2.7.1"),
         blocks=(6,),
         before="cd kubernetes",
     ),
@@ -201,7 +200,7 @@ FSDP_EKS = {
     ),
     19: Row(
         "master_addr= is in a pod's log; that pod alone shows progress",
-        held("ops/test_kubernetes_run.py::test_guide_pods_of_a_decoder_train_and_log_master_addr"),
+        held("ops/test_kubernetes_run.py::test_guide_pods_of_a_decoder_train_and_log_master_addr", slow=True),
         blocks=(15,),
     ),
     20: typed("the log", "kubectl logs -f llama3-1-8b-fsdp-worker-0", of_a_pod, blocks=(16,)),

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+
+from common.models.esm2.config import esm2_config
+from common.models.esm2.model import build_model
 from tests.guides.checks import (
     Here,
     Row,
     all_of,
     asks,
     defaults,
-    differs,
-    documented,
-    held,
     leaves,
     parses,
     translates,
     typed,
 )
+from tests.guides.elsewhere import differs, documented, held
+from tests.guides.images import builds, collects_tests, starts_in_image
+from tests.guides.session import ROOT
+from tests.models.reference import packed, random_batch
+from tests.patience import run
 
 SANITY = {"config_name": "facebook/esm2_t6_8M_UR50D", "max_steps": 250, "per_device_train_batch_size": 2}
 L0 = "python train_fsdp2.py --config-name L0_sanity"
@@ -32,9 +40,33 @@ def inference(here: Here) -> None:
     assert model(**inputs).last_hidden_state.shape[:2] == (1, 62)
 
 
+def layers_get_multiples_of_16(here: Here) -> None:
+    """Packs of 1, 17 and 70 tokens, in the model."""
+    model, rows = build_model(esm2_config(layers=1, hidden_size=32, heads=2), seed=1), []
+    model.encoder.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    for tokens in (1, 17, 70):
+        model(**packed(random_batch([tokens])))
+    assert len(rows) == 3
+    assert [number for number in rows if number % 16] == []
+
+
+def test_script_runs_pytest(here: Here) -> None:
+    """./test.sh as it stands; install.sh and Python write down what they are asked."""
+    assert os.access(ROOT / "test.sh", os.X_OK)
+    shutil.copy(ROOT / "test.sh", here.tmp)
+    for name in ("install.sh", ".venv/bin/python"):
+        (here.tmp / name).parent.mkdir(parents=True, exist_ok=True)
+        (here.tmp / name).write_text('#!/bin/sh\necho "$0 $*" >>calls\n')
+        (here.tmp / name).chmod(0o755)
+    assert run(["./test.sh", "-k", "packing"], 60, cwd=here.tmp).returncode == 0
+    install, tests = (here.tmp / "calls").read_text().splitlines()
+    assert install == "./install.sh --dev"
+    assert re.search(r"/\.venv/bin/python -m pytest .* -k packing$", tests)
+
+
 RECIPE = {
     1: Row(
-        "ESM-2 in BF16, FP8, MXFP8, NVFP4, packed, with context parallelism",
+        "ESM-2 in BF16, FP8, MXFP8, NVFP4, with context parallelism (parsed)",
         all_of(
             *(
                 defaults(script, *common, **expected)
@@ -50,19 +82,27 @@ RECIPE = {
             )
         ),
     ),
-    2: Row("AMPLIFY", differs("AMPLIFY")),
-    3: Row(
-        "FP8 from 9.0, MXFP8 and NVFP4 from 10.0", held("precision/test_plan.py::test_plan_refuses_unsupported_device")
+    2: Row(
+        "AMPLIFY",
+        all_of(
+            differs("AMPLIFY"),
+            held("extras/amplify/test_runs.py::test_amplify_run_of_every_strategy_equals_one_process"),
+        ),
     ),
-    4: typed("an image of the folder", "docker build -t esm2_native_te .", asks("docker", "build"), blocks=(1,)),
+    3: Row(
+        "FP8 from 8.9 (by blocks: 9.0), MXFP8 and NVFP4 from 10.0",
+        held("precision/test_plan.py::test_plan_refuses_unsupported_device"),
+    ),
+    4: typed("an image of the folder", "docker build -t esm2_native_te .", builds("esm2_native_te"), blocks=(1,)),
     5: typed(
-        "a shell in it",
+        "a shell in it, in the folder of the train scripts",
         "docker run -it --gpus all --network host --ipc=host --rm -v ${PWD}:/workspace/bionemo esm2_native_te "
         "/bin/bash",
+        starts_in_image("train_ddp.py", "train_ddp_cp.py", "train_fsdp2.py", "train_mfsdp.py"),
         blocks=(2,),
     ),
     6: Row(
-        "uv venv --python 3.12 --seed; pip install --index-url, --no-build-isolation: torch, flash-attn, TE",
+        "uv venv --python 3.12 --seed; pip install --index-url, --no-build-isolation: install.sh, torch first",
         all_of(
             held("ops/test_install.py::test_install_compiles_after_torch_with_constraints"),
             differs("uv venv"),
@@ -70,15 +110,16 @@ RECIPE = {
         blocks=(3,),
     ),
     7: typed(
-        "the plain CUDA image, and its tests",
+        "the plain CUDA image, and its tests (collected)",
         "docker build -t esm2_native_te_cuda -f Dockerfile.cuda .\n"
         "docker run -it --gpus all --network host --ipc=host --rm -v ${PWD}:/workspace/bionemo esm2_native_te_cuda "
         '/bin/bash -c "pytest -v ."',
-        asks("docker", "build .*-f Dockerfile.cuda", "run .*pytest -v"),
+        builds("esm2_native_te_cuda", "Dockerfile.cuda"),
+        collects_tests,
         blocks=(4,),
     ),
     8: Row(
-        "a script alone, on one GPU",
+        "a script alone, on one device (train_fsdp2.py and train_mfsdp.py: parsed)",
         held(
             "test_configs.py::test_script_without_flags_is_the_sanity_run",
             "test_configs.py::test_script_without_flags_trains",
@@ -87,12 +128,15 @@ RECIPE = {
         blocks=(5,),
     ),
     9: Row(
-        "two ranks",
-        held("test_configs.py::test_sanity_run_of_one_process_is_complete_for_two"),
+        "two ranks train the same run as one",
+        held(
+            "training/test_fsdp2.py::test_fsdp2_every_layout_equals_one_process",
+            "test_configs.py::test_sanity_run_of_one_process_is_complete_for_two",
+        ),
         "torchrun --nproc_per_node=2 train_fsdp2.py  # or train_mfsdp.py / train_ddp.py",
         blocks=(6,),
     ),
-    10: Row("slurm.sh", translates("slurm/train_fsdp.sh"), "sbatch slurm.sh"),
+    10: Row("slurm.sh (parsed)", translates("slurm/train_fsdp.sh"), "sbatch slurm.sh"),
     11: Row(
         "DDP, FSDP2 and Megatron-FSDP train the same model",
         held("training/test_mfsdp.py::test_mfsdp_every_strategy_equals_one_process_and_fsdp2"),
@@ -109,7 +153,7 @@ RECIPE = {
         f"{L0} fp4_config.enabled=true",
         blocks=(8,),
     ),
-    14: Row("L0_sanity by its name", parses("train_fsdp2.py", **SANITY), L0, blocks=(7, 8)),
+    14: Row("L0_sanity by its name (parsed)", parses("train_fsdp2.py", **SANITY), L0, blocks=(7, 8)),
     15: Row(
         "another recipe, by its class",
         translates("train_ddp.py", fp8=True, fp8_recipe="mxfp8", fp8_format="e4m3"),
@@ -149,8 +193,11 @@ RECIPE = {
         blocks=(10,),
     ),
     20: Row(
-        "only the layers of the format are logged",
-        held("precision/test_stats_plan.py::test_stats_plan_selects_layers"),
+        "only the quantised layers are logged, and of these the file's",
+        held(
+            "precision/test_stats_plan.py::test_stats_plan_of_example_file",
+            "precision/test_stats_plan.py::test_stats_plan_selects_layers",
+        ),
     ),
     21: Row(
         "sequence packing",
@@ -165,12 +212,12 @@ RECIPE = {
         blocks=(12,),
     ),
     23: Row(
-        "packs of a multiple of 16 tokens for FP8",
-        held("precision/test_plan.py::test_plan_requires_size_multiples"),
+        "packs are filled up to a multiple of 16 tokens for FP8; sizes of the model must be multiples",
+        all_of(layers_get_multiples_of_16, held("precision/test_plan.py::test_plan_requires_size_multiples")),
         blocks=(12,),
     ),
     24: Row(
-        "train_ddp_cp with L0_sanity_cp, --cp_size",
+        "train_ddp_cp with L0_sanity_cp, --cp_size (parsed)",
         parses("train_ddp_cp.py", cp_size=2, tokens_per_pack=1600),
         "python train_ddp_cp.py --config-name L0_sanity_cp --cp_size=2",
     ),
@@ -191,7 +238,7 @@ RECIPE = {
         blocks=(14,),
     ),
     28: Row(
-        "the recipe's data set, streamed",
+        "the recipe's data set, streamed (parsed)",
         parses("train_fsdp2.py", dataset="nvidia/esm2_uniref_pretraining_data", streaming=True),
         "train_fsdp2.py --config_name=facebook/esm2_t6_8M_UR50D --dataset=nvidia/esm2_uniref_pretraining_data "
         "--streaming --max_steps=1 --output_dir=out",
@@ -230,11 +277,17 @@ RECIPE = {
         "python train_mfsdp.py --config-name L0_sanity checkpoint.save_final_model=true",
     ),
     35: Row(
-        "checkpoints of all three strategies",
-        held("training/test_mfsdp.py::test_mfsdp_checkpoint_of_any_strategy_resumes_on_any_other"),
+        "checkpoints of all three strategies; of any on any other (Megatron-FSDP's: by ./test.sh --slow)",
+        all_of(
+            held(
+                "training/test_fsdp2.py::test_fsdp2_checkpoint_of_any_layout_resumes_on_any_other",
+                "training/test_mfsdp.py::test_mfsdp_resume_after_kill_and_stop_is_same_run",
+            ),
+            held("training/test_mfsdp.py::test_mfsdp_checkpoint_of_any_strategy_resumes_on_any_other", slow=True),
+        ),
     ),
     36: Row(
-        "the loader's state: only with as many workers and ranks",
+        "the loader's state; here also with other numbers of workers and ranks",
         held(
             "training/test_resume.py::test_resume_with_other_number_of_loader_workers",
             "training/test_resume.py::test_resume_with_other_world_size_keeps_global_batch",
@@ -242,8 +295,8 @@ RECIPE = {
     ),
     37: Row("inference with AutoModel", inference, blocks=(20,)),
     38: Row(
-        "recipes_local_test.py",
-        differs("recipes_local_test.py"),
+        "recipes_local_test.py: ./test.sh",
+        all_of(differs("recipes_local_test.py"), test_script_runs_pytest),
         "./ci/scripts/recipes_local_test.py bionemo-recipes/recipes/esm2_native_te/",
         blocks=(21,),
     ),
@@ -256,10 +309,17 @@ RECIPE = {
         f"{L0} hydra.verbose=true",
     ),
     40: Row(
-        "models of the recipe (nv_esm)",
+        "models of the recipe (nv_esm): the weights of the stock model",
         all_of(differs("nv_esm"), held("extras/test_nv_esm.py::test_recipe_model_has_the_weights_of_its_stock_model")),
     ),
-    41: Row("benchmarks of throughput", documented("docs/hardware.md", "benchmarks/")),
+    41: Row(
+        "benchmarks of throughput: a table, and a program whose rows are the scripts' own runs",
+        all_of(
+            documented("docs/hardware.md", "(../benchmarks/results/gpu_throughput.md)"),
+            documented("benchmarks/results/gpu_throughput.md", "tokens/s"),
+            held("benchmarks/test_gpu_throughput.py::test_row_is_the_scripts_own_run"),
+        ),
+    ),
     42: Row("a development container of VSCode", differs("devcontainer")),
     43: Row(
         "context-parallel ranks share a pack, data ranks have their own",
@@ -273,5 +333,5 @@ RECIPE = {
     45: Row(
         "statistics need a quantised layer", held("precision/test_stats_plan.py::test_stats_flags_refused_in_one_line")
     ),
-    46: Row("several nodes", held("ops/test_slurm.py::test_slurm_runs_the_readmes_commands")),
+    46: Row("several nodes, of a Slurm cluster", held("ops/test_slurm.py::test_slurm_runs_the_readmes_commands")),
 }

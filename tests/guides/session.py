@@ -30,6 +30,11 @@ case "$name $*" in
   "aws ecr create-repository"*) echo MUTABLE ;;
   "aws ecr batch-get-image"*) printf 'None\tNone\n' ;;
   "aws ecr get-login-password"*) echo password ;;
+  "docker build "*)
+    file=${@: -1}/Dockerfile
+    while [ $# -gt 0 ]; do case $1 in -f | --file) file=$2 ;; esac; shift; done
+    [ -f "$file" ] || { echo "ERROR: failed to read dockerfile: open $file: no such file or directory" >&2; exit 1; }
+    ;;
   "docker image inspect"*) echo sha256:0 ;;
   "docker push"* | "docker image push"*) echo "aws: digest: sha256:0123456789abcdef size: 1" ;;
   "enroot import "*) echo squashfs >"$3" ;;
@@ -124,7 +129,7 @@ def checkout_in(directory: Path) -> Path:
     for path in ROOT.iterdir():
         if path.name in ("kubernetes", "slurm", "docker"):
             shutil.copytree(path, directory / path.name)
-        elif path.suffix == ".sh" or path.name.startswith("Dockerfile"):
+        elif path.suffix == ".sh" or path.name.startswith(("Dockerfile", ".dockerignore")):
             shutil.copy(path, directory)
         elif not path.name.startswith("."):
             (directory / path.name).symlink_to(path)

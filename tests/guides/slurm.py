@@ -16,10 +16,7 @@ from tests.guides.checks import (
     Row,
     all_of,
     asks,
-    differs,
-    documented,
     has_keys,
-    held,
     job_runs,
     leaves,
     logs,
@@ -28,6 +25,8 @@ from tests.guides.checks import (
     step_has,
     typed,
 )
+from tests.guides.elsewhere import differs, documented, held
+from tests.guides.images import builds, starts_in_image
 from tests.patience import join
 
 SLURM_EXPORTS = """\
@@ -70,9 +69,7 @@ PREPARED = "mkdir -p $TARGET_PATH/processed/arrow; cd slurm"  # what the command
 SQSH = "--container-image={fsx}/ubuntu/esm-slurm/esm-slurm.sqsh"
 SLURM = {
     1: typed("4 variables", SLURM_EXPORTS, blocks=(1,)),
-    2: typed(
-        "builds esm-slurm:aws", "./build.sh", asks("docker", "^docker build .*--tag esm-slurm:aws "), blocks=(2,)
-    ),
+    2: typed("builds esm-slurm:aws", "./build.sh", builds("esm-slurm:aws"), blocks=(2,)),
     3: Row(
         "on NVIDIA's PyTorch image, with the scripts in /workspace",
         all_of(
@@ -103,6 +100,7 @@ SLURM = {
             "docker",
             "^docker run -v .*/fsx/ubuntu/esm-slurm:/data esm-slurm:aws python3 0.download_data.py --output_dir /data",
         ),
+        starts_in_image(),
         blocks=(6,),
     ),
     9: Row(
@@ -117,6 +115,7 @@ SLURM = {
         "docker run --rm -v ${TARGET_PATH}:/data ${DOCKER_IMAGE_NAME}:${TAG} /bin/bash -c "
         '"python3 1.tokenize_uniref_csv.py --input_dir /data/csv --output_dir /data/processed"',
         asks("docker", "^docker run --rm .* esm-slurm:aws /bin/bash -c python3 1.tokenize_uniref_csv.py"),
+        starts_in_image(),
         blocks=(8,),
     ),
     12: Row(
