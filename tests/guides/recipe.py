@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from tests.guides.checks import (
     typed,
 )
 from tests.guides.elsewhere import differs, documented, held
-from tests.guides.images import builds, collects_tests, starts_in_image
+from tests.guides.images import Image, builds, collects_tests, complete, starts_in_image
 from tests.guides.session import ROOT
 from tests.models.reference import packed, random_batch
 from tests.patience import run
@@ -62,6 +63,17 @@ def test_script_runs_pytest(here: Here) -> None:
     install, tests = (here.tmp / "calls").read_text().splitlines()
     assert install == "./install.sh --dev"
     assert re.search(r"/\.venv/bin/python -m pytest .* -k packing$", tests)
+
+
+def development_container(here: Here) -> None:
+    """devcontainer.json names a Dockerfile that can be built, and VSCode's tests are pytest's."""
+    folder = ROOT / ".devcontainer"
+    settings = json.loads((folder / "devcontainer.json").read_text())
+    build = settings["build"]
+    complete(Image((folder / build["context"]).resolve(), folder / build["dockerfile"]))
+    vscode = settings["customizations"]["vscode"]
+    assert "ms-python.python" in vscode["extensions"]
+    assert vscode["settings"]["python.testing.pytestEnabled"]
 
 
 RECIPE = {
@@ -320,7 +332,7 @@ RECIPE = {
             held("benchmarks/test_gpu_throughput.py::test_row_is_the_scripts_own_run"),
         ),
     ),
-    42: Row("a development container of VSCode", differs("devcontainer")),
+    42: Row("a development container of VSCode", all_of(differs("Dev Container"), development_container)),
     43: Row(
         "context-parallel ranks share a pack, data ranks have their own",
         held("data/test_loader.py::test_loader_gives_context_parallel_ranks_the_same_packs"),
