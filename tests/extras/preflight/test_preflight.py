@@ -159,6 +159,7 @@ def test_preflight_reports_a_truncated_dataset(dataset, tmp_path):
     fails(said, codes, "dataset: rank 0", str(file), "tokenise again")
 
 
+@needs_root
 def test_preflight_reports_data_that_differ_between_nodes(dataset, tmp_path):
     """The same path, but another directory behind it on the second node."""
     other = tmp_path / "other"
