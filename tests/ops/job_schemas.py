@@ -11,15 +11,16 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-import jsonschema
-import kubernetes_validate
-import kubernetes_validate.utils
+import pytest
 import yaml
 
 from tests.ops.manifests import ROOT, pods
 
+jsonschema = pytest.importorskip("jsonschema", reason="./install.sh --dev")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="./install.sh --dev")
+utils = pytest.importorskip("kubernetes_validate.utils")
 # Megabytes, that it would read anew for each document.
-kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+utils.schema_contents = functools.cache(utils.schema_contents)
 
 REFERENCE = ROOT.parent / "shared" / "reference"
 DEFINITIONS = {"PyTorchJob": "pytorchjob-crd.yaml", "TrainJob": "trainer-v2.3.0-trainjobs-crd.yaml"}

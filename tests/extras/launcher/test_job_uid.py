@@ -13,9 +13,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from extras.launcher.restarts import set_job_uid
 
@@ -41,6 +38,11 @@ class Api(BaseHTTPRequestHandler):
 
 def certify(directory: Path) -> ssl.SSLContext:
     """A server's context; ca.crt, for its clients, in the directory."""
+    pytest.importorskip("cryptography", reason="./install.sh --dev")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "api")])
     now = datetime.datetime.now(datetime.UTC)

@@ -5,9 +5,6 @@ import ipaddress
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from extras.prepare.download import RetryPolicy, download
 from extras.prepare.transfers import FetchError
@@ -59,6 +56,11 @@ def test_http_quotes_spaces(tmp_path):
 
 def certificate(directory: Path) -> tuple[str, str]:
     """Files of a self-signed certificate for 127.0.0.1 and of its key."""
+    pytest.importorskip("cryptography", reason="./install.sh --dev")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
