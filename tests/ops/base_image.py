@@ -26,7 +26,8 @@ VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 SITE_PACKAGES = f"{VENV}/lib/{VERSION}/site-packages"
 LARGE_BYTES = 4 << 20
 # Left out for their size, and what the build is to install.
-UNWANTED = {"test", "idlelib", "include", "tqdm", "moto", "awscli", "kubernetes_validate"}
+UNWANTED = {"test", "idlelib", "include", "tqdm"}
+UNWANTED |= {"awscli", "cryptography", "flask", "jsonschema", "kubernetes_validate", "moto", "peft"}  # in no image
 SETTINGS = f"ENV PATH={VENV}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 SETTINGS += f" LD_LIBRARY_PATH={PYTHON}/lib PIP_NO_INDEX=1 PIP_FIND_LINKS=/opt/wheels"
 
