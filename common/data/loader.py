@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from common.cli import UserError
 from common.data.collators import Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import BatchPlan, Position
@@ -93,9 +92,9 @@ class ProteinStore(Store, Protocol):
 class TrainStep(NamedTuple):
     """One data rank's share of a step.
 
-    step: from 0; micro_batches: G(step) / dp_size batches, fewer in the last step of the last epoch, equally many on
-    every rank; position: where the next step begins, plain values (a checkpoint keeps them after `merge_positions`);
-    epoch: epochs done after this step, a fraction; None if it depends on the other ranks.
+    step: from 0; micro_batches: G(step) / dp_size batches, rounded up, fewer in the last step of the last epoch,
+    equally many on every rank; position: where the next step begins, plain values (a checkpoint keeps them after
+    `merge_positions`); epoch: epochs done after this step, a fraction; None if it depends on the other ranks.
     """
 
     step: int
@@ -127,7 +126,10 @@ class Order(Protocol):
         """At most `wanted` workers, so many as can share the work."""
 
     def own(self, position: dict, mesh: Mesh) -> dict:
-        """The part of a global position that a data rank's steps change."""
+        """The part of a global position that a data rank's steps change.
+
+        UserError if the ranks cannot share the packs of a step.
+        """
 
     def steps(
         self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], is_mine: Callable[[int], bool]
@@ -139,8 +141,8 @@ class Order(Protocol):
 class PlannedOrder:
     """The packs of a batch plan over a store; rank r takes packs r, r + dp_size, ... of each step's.
 
-    end: where the last epoch ends (None: no end). The last step takes the remaining packs; ranks without one get an
-    empty pack, so that all ranks run equally many.
+    end: where the last epoch ends (None: no end). The last step takes the remaining packs. Where the ranks cannot
+    share a step's packs evenly, those without one get an empty pack, so that all ranks run equally many.
     """
 
     def __init__(self, store: Store, plan: BatchPlan, packs_per_step: int | PacksPerStep, end: Position | None = None):
@@ -176,7 +178,7 @@ class TrainLoader:
 
     first_step, position: where to begin, {} at the start of the data; num_steps: end after that many (None: at the end
     of the order); num_workers: processes (0: none); prefetch_factor: steps that each worker prepares ahead.
-    UserError if a step's packs are not a multiple of dp_size, or the position does not belong to this order.
+    UserError if the position does not belong to this order, or its ranks cannot share a step.
     """
 
     def __init__(
@@ -192,7 +194,6 @@ class TrainLoader:
         pin_memory: bool = False,
         stop: StopRequest | None = None,
     ):
-        check_divisible(order.packs_per_step, mesh.dp_size)
         position = position or {}
         order.check_position(position)
         self.position = dict(order.own(position, mesh))
@@ -226,19 +227,22 @@ def evaluation_batches(
         yield from unbundle(bundled)
 
 
-def check_divisible(packs_per_step: PacksPerStep, dp_size: int) -> None:
-    """UserError, with numbers that work, unless each step's packs divide evenly among the ranks."""
+def uneven(packs_per_step: PacksPerStep, dp_size: int) -> str:
+    """If the ranks cannot share the packs of each step evenly: a line with the first such number and those that work;
+    else nothing."""
     for step, packs in packs_per_step.stages:
-        if packs >= 1 and packs % dp_size == 0:
+        if packs % dp_size == 0:
             continue
         sizes = ", ".join(str(n) for n in range(1, min(packs, MOST_RANKS) + 1) if packs % n == 0)
-        lower = packs // dp_size * dp_size
-        batches = " or ".join(str(n) for n in (lower, lower + dp_size) if n > 0)
+        lower, upper = packs // dp_size * dp_size, -(-packs // dp_size) * dp_size
+        batches = " or ".join(str(n) for n in (lower, upper) if n > 0)
         stage = f", from step {step} of --packs_per_step_schedule" if len(packs_per_step.stages) > 1 else ""
-        raise UserError(
-            f"a global batch of {packs} packs does not divide among {dp_size} data-parallel ranks: "
-            f"use {sizes or 'no'} ranks, or {batches} packs a step (ranks x accumulation steps){stage}"
+        return (
+            f"a global batch of {packs} packs does not divide among {dp_size} data-parallel ranks (idle: "
+            f"{upper - packs} of {upper} turns a step): use {sizes} ranks, or {batches} packs a step "
+            f"(ranks x accumulation steps){stage}"
         )
+    return ""
 
 
 def merge_positions(parts: list[dict]) -> dict:

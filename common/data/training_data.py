@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +17,14 @@ from common.cli import UserError
 from common.data import TokenSet
 from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates, SlicingCollator
 from common.data.flags import DataFlags, StepFlags
-from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
+from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches, uneven
 from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import TokenStore, open_split
 from common.distributed.world import Mesh, World
 from common.shapes import most_predicted, sequences_of_packs
+
+logger = logging.getLogger(__name__)
 
 EVAL_SEED = 0  # evaluation masks depend neither on --seed nor on the step
 
@@ -44,6 +47,9 @@ class TrainingData(Protocol):
 
     def check_packs(self, saved: PacksPerStep, packs_per_step: PacksPerStep) -> None:
         """UserError if a checkpoint written with `saved` packs a step cannot resume with these."""
+
+    def check_ranks(self, packs_per_step: PacksPerStep, dp_size: int) -> None:
+        """UserError, or a warning, if the ranks cannot share each step's packs evenly."""
 
     def order(self, packs_per_step: PacksPerStep) -> Order:
         """The packs of the run, `packs_per_step` a step."""
@@ -88,6 +94,11 @@ class PlannedData:
 
     def check_packs(self, saved: PacksPerStep, packs_per_step: PacksPerStep) -> None:
         """Any number: a position in a batch plan does not depend on it."""
+
+    def check_ranks(self, packs_per_step: PacksPerStep, dp_size: int) -> None:
+        """Any number: ranks without a pack in a step get an empty one."""
+        if warning := uneven(packs_per_step, dp_size):
+            logger.warning("%s", warning)
 
     def epochs(self, sequences: int) -> float:
         return sequences / self.num_examples
@@ -188,7 +199,7 @@ def open_data(
 def packs_per_step(flags: StepFlags, mesh: Mesh, pack_tokens: int, saved: int | str | None = None) -> PacksPerStep:
     """Packs in a global step: the flag, else what the checkpoint has, else as many as each rank accumulates.
 
-    pack_tokens: of a pack, for --tokens_per_step. `check_divisible` checks that the ranks can share them.
+    pack_tokens: of a pack, for --tokens_per_step. `TrainingData.check_ranks` checks that the ranks can share them.
     """
     if given := flags.packs_per_step_schedule or flags.packs_per_step or saved:
         return PacksPerStep.of(given)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from common.cli import UserError, one_line
-from common.data.loader import StepCounts, check_divisible
+from common.data.loader import StepCounts
 from common.data.packing import Position
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData, packs_per_step
@@ -329,7 +329,7 @@ def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world:
     world.assert_same({"total_steps": total_steps, "packs_per_step": packs.plain})
     plan = RunPlan(
         packs_per_step=packs,
-        accumulation=packs.map(lambda n: max(1, n // world.mesh.dp_size)),  # need not divide if nothing is trained
+        accumulation=packs.map(lambda n: -(-n // world.mesh.dp_size)),
         total_steps=total_steps,
         warmup_steps=state.warmup_steps(args.optimizer.warmup_steps, total_steps),
         last_step=min((n for n in (args.data.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
@@ -339,7 +339,7 @@ def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world:
     )
     with world.raise_together():
         if args.do_train and not plan.finished(data, state.step, state.position):
-            check_divisible(packs, world.mesh.dp_size)
+            data.check_ranks(packs, world.mesh.dp_size)
     return plan
 
 

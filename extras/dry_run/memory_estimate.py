@@ -146,10 +146,10 @@ class FakeRun:
         """Run forward and backward pass on packs of `tokens` tokens."""
         tracker, args, strategy = self.tracker, self.args, self.strategy
         batch = self.task.example(tokens)
-        packs = packs_per_step(args.data, self.world.mesh, args.pack_tokens).most // self.world.mesh.dp_size
+        packs = -(-packs_per_step(args.data, self.world.mesh, args.pack_tokens).most // self.world.mesh.dp_size)
         tracker.begin_peak()
-        self.flops = max(packs, 1) * self.task.flops(self.task.counts([batch]))
-        for number in reversed(range(min(max(packs, 1), 2))):  # more than two micro-batches do not change the peak
+        self.flops = packs * self.task.flops(self.task.counts([batch]))
+        for number in reversed(range(min(packs, 2))):  # more than two micro-batches do not change the peak
             with strategy.micro_batch(last=number == 0):
                 with tracker.making(ENDS):
                     loss = self.task.loss_sum(strategy.model, batch)

@@ -34,7 +34,7 @@ from extras.sources.sequence_files import (
     row_counts,
     units_of,
 )
-from extras.sources.streams import LONG_PROTEIN, StreamedOrder, plan_streams
+from extras.sources.streams import LONG_PROTEIN, StreamedOrder, check_divisible, plan_streams
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,9 @@ class StreamedData:
                 "packs a step; another number (of a schedule: the largest) would skip or repeat records: drop the "
                 "flag, or give that number"
             )
+
+    def check_ranks(self, packs_per_step: PacksPerStep, dp_size: int) -> None:
+        check_divisible(packs_per_step, dp_size)
 
 
 class StreamedProteins(StreamedData):

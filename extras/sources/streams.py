@@ -23,6 +23,7 @@ import numpy as np
 from common.cli import UserError
 from common.data.alphabet import Alphabet
 from common.data.crops import Pack, Window, crop, plan_window
+from common.data.loader import uneven
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
@@ -72,6 +73,12 @@ def assign_units(files: tuple[File, ...], packs_per_step: int) -> tuple[list[Uni
     return units, groups * packs_per_step
 
 
+def check_divisible(packs_per_step: PacksPerStep, dp_size: int) -> None:
+    """UserError, with numbers that work, unless each step's packs divide evenly among the ranks."""
+    if problem := uneven(packs_per_step, dp_size):
+        raise UserError(problem)
+
+
 class StreamedOrder:
     """Step k takes packs of worker group k % groups, one of each of its G streams.
 
@@ -99,6 +106,7 @@ class StreamedOrder:
         return max((n for n in WORKER_GROUPS if n <= min(wanted, self.groups)), default=0)
 
     def own(self, position: dict, mesh: Mesh) -> dict:
+        check_divisible(self.packs_per_step, mesh.dp_size)
         own = range(mesh.dp_rank, self.of_group, mesh.dp_size)
         return {stream: at for stream, at in position.items() if int(stream) % self.of_group in own}
 

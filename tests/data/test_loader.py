@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -20,8 +21,9 @@ from datasets import Dataset, Features, List, Value
 from common.cli import UserError
 from common.data.collators import MaskingCollator, MaskRates
 from common.data.flags import StepFlags
-from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches
+from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches, uneven
 from common.data.packing import BatchPlan, Position
+from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import TokenStore
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
@@ -101,7 +103,7 @@ def global_batches(store, mode, dp_size, steps, packs_per_step=8, **arguments):
         assert len(ranks[-1]) == steps
     for of_step in zip(*ranks, strict=True):
         assert len({(step.step, str(step.position), step.epoch) for step in of_step}) == 1
-        assert {len(step.micro_batches) for step in of_step} == {packs_per_step // dp_size}
+        assert {len(step.micro_batches) for step in of_step} == {-(-packs_per_step // dp_size)}
     batches = [
         [tensors(of_step[i % dp_size].micro_batches[i // dp_size]) for i in range(packs_per_step)]
         for of_step in zip(*ranks, strict=True)
@@ -114,7 +116,7 @@ def test_loader_is_independent_of_ranks(store, mode):
     steps = 20
     expected, one_rank = global_batches(store, mode, 1, steps)
     assert one_rank[-1].epoch > 1.5  # the steps cross the end of an epoch
-    for dp_size in (2, 4, 8):
+    for dp_size in (2, 3, 4, 5, 8, 11):
         found, ranks = global_batches(store, mode, dp_size, steps)
         assert found == expected
         assert [step.position for step in ranks] == [step.position for step in one_rank]
@@ -133,7 +135,7 @@ def test_loader_is_independent_of_workers(store, mode, num_workers):
 @pytest.mark.parametrize("mode", [packed, padded])
 def test_loader_resumes_on_other_ranks(store, mode):
     expected, steps = global_batches(store, mode, 1, 20)
-    for done, dp_size, num_workers in ((1, 2, 0), (7, 4, 0), (12, 8, 0), (19, 2, 0), (9, 2, 2)):
+    for done, dp_size, num_workers in ((1, 2, 0), (7, 4, 0), (12, 8, 0), (19, 2, 0), (9, 2, 2), (3, 3, 0), (8, 5, 2)):
         start = {"first_step": done, "position": json.loads(json.dumps(steps[done - 1].position))}  # a checkpoint's
         found, after = global_batches(store, mode, dp_size, 20 - done, **start, num_workers=num_workers)
         assert found == expected[done:]
@@ -259,15 +261,23 @@ def test_loader_pickles(store):
         assert list(map(tensors, one.micro_batches)) == list(map(tensors, other.micro_batches))
 
 
-def test_loader_rejects_indivisible_global_batch(store):
-    with pytest.raises(UserError) as error:
-        loader_of(store, *packed(store), packs_per_step=8, dp_rank=0, dp_size=3)
-    message = str(error.value)
-    assert "8 packs" in message
-    assert "3 data-parallel ranks" in message
-    assert "use 1, 2, 4, 8 ranks, or 6 or 9 packs" in message
-    with pytest.raises(UserError, match="2 packs"):
-        loader_of(store, *packed(store), packs_per_step=1, dp_rank=0, dp_size=2)
+def test_loader_gives_ranks_without_a_pack_an_empty_one(store):
+    """8 packs on 3 ranks: each builds 3, and the last of rank 2 is empty; 1 pack on 2 ranks."""
+    for packs, ranks, empty in ((8, 3, [0, 0, 1]), (1, 2, [0, 1]), (22, 16, 6 * [0] + 10 * [1])):
+        of_ranks = [list(loader_of(store, *packed(store), packs, rank, ranks, num_steps=2)) for rank in range(ranks)]
+        found = [[sum(b["num_sequences"] == 0 for b in step.micro_batches) for step in of] for of in of_ranks]
+        assert found == [[n, n] for n in empty]
+
+
+@pytest.mark.parametrize(
+    ("packs", "ranks", "said"),
+    [
+        (8, 3, r"of 8 packs .* among 3 .* \(idle: 1 of 9 turns a step\): use 1, 2, 4, 8 ranks, or 6 or 9 packs"),
+        (22, 16, r"of 22 packs .* \(idle: 10 of 32 turns a step\): use 1, 2, 11, 22 ranks, or 16 or 32 packs"),
+    ],
+)
+def test_uneven_names_idle_turns_and_numbers_that_work(packs, ranks, said):
+    assert re.search(said, uneven(PacksPerStep.of(packs), ranks))
 
 
 def test_loader_rejects_position_of_other_data(store):
@@ -343,6 +353,7 @@ import os
 from common.data.collators import MaskingCollator
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
+from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import TokenStore
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import ESM2_TOKENS

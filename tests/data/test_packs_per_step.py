@@ -210,8 +210,15 @@ def test_streams_of_equal_stages_are_those_of_a_number(streams):
     assert steps[0] == steps[1]
 
 
-def test_stage_that_does_not_divide_among_ranks_is_refused(store):
-    order = PlannedOrder(store, packed(store), PacksPerStep.of("0:4,3:6"))
+@pytest.mark.parametrize(("ranks", "workers"), [(3, 0), (5, 2), (8, 0)])
+def test_ramp_cuts_the_plan_on_ranks_that_cannot_share_it(store, ranks, workers):
+    plan = packed(store)
+    steps = global_steps(PlannedOrder(store, plan, RAMP), ranks, workers, number=len(SIZES))
+    assert [packs for packs, _ in steps] == plan_cut_by_schedule(store, plan, SIZES)
+
+
+def test_stage_of_streams_that_does_not_divide_among_ranks_is_refused(streams):
+    order = StreamedOrder(streams, PacksPerStep.of("0:4,3:6,5:12"))
     message = r"global batch of 6 packs does not divide among 4 .* use 1, 2, 3, 6 .*, from step 3 of --packs_per"
     with pytest.raises(UserError, match=message):
         TrainLoader(order, COLLATOR, Mesh(0, 4))

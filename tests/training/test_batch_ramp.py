@@ -86,12 +86,45 @@ def test_ramp_resumes_in_every_stage_with_the_same_bits(dataset, tmp_path, alone
     assert state_of(tmp_path)["resolved"] == state_of(alone[0])["resolved"]
 
 
-def test_ramp_that_ranks_cannot_share_is_refused(dataset, tmp_path):
-    out = tmp_path / "out"
-    said = train(dataset, out, 2, expect=2, **EPOCH, packs_per_step_schedule="0:2,900:5")
+UNEVEN = EPOCH | {"packs_per_step_schedule": "0:3,3:5", "logging_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def uneven_alone(dataset, tmp_path_factory):
+    out = tmp_path_factory.mktemp("uneven")
+    train(dataset, out, **UNEVEN)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "flags"),
+    [
+        ("train_ddp.py", 2, {}),
+        ("train_fsdp2.py", 2, {"dataloader_num_workers": 2}),
+        ("train_mfsdp.py", 2, {}),
+        ("train_ddp_cp.py", 4, {"cp_size": 2}),
+    ],
+)
+def test_steps_that_ranks_cannot_share_equal_those_of_one(dataset, tmp_path, uneven_alone, script, ranks, flags):
+    """3 packs, then 5, on 2 data-parallel ranks, and a resume on one of a run that 2 began."""
+    said = train(dataset, tmp_path, ranks, script=script, **UNEVEN | flags, stop_at_step=4)
+    assert said.count("does not divide among") == 1
+    assert "of 3 packs does not divide among 2 data-parallel ranks (idle: 1 of 4 turns a step)" in said
+    assert "Gradient Accumulation steps = 2; from step 3: 3" in said
+    train(dataset, tmp_path, **UNEVEN)
+    assert losses(tmp_path) == pytest.approx(losses(uneven_alone), rel=LOSS)
+    assert relative_difference(final_weights(tmp_path), final_weights(uneven_alone)) < WEIGHTS
+    for key in ("step", "tokens", "epoch", "learning_rate", "total_steps"):
+        assert [row[key] for row in rows(tmp_path)] == [row[key] for row in rows(uneven_alone)], key
+
+
+def test_ramp_of_streams_that_ranks_cannot_share_is_refused(tmp_path):
+    source = write(tmp_path / "a.parquet", proteins(300), row_group=30)
+    flags = {"dataset": source, "max_steps": 6, "packs_per_step_schedule": "0:2,900:5"}
+    said = train(None, tmp_path / "out", 2, expect=2, **flags)
     assert "error: a global batch of 5 packs does not divide among 2" in said
     assert "from step 900 of --packs_per_step_schedule" in said
-    assert not out.exists()
+    assert not (tmp_path / "out").exists()
 
 
 STEPS = {"max_steps": 6, "packs_per_step_schedule": "0:2,2:6,4:4"}
