@@ -24,7 +24,7 @@ from common.flags import Flags, flag, flat, parse_arguments, read_file_of_flags
 from common.models.esm2.config import ESM2_SIZES
 from common.training.arguments import DryRunFlags
 from common.training.checkpoint import CheckpointFlags
-from extras.preflight.node import bytes_needed
+from extras.preflight.node import bytes_needed, named_model
 
 GIB = 2**30
 PAGE = ROOT / "docs" / "sizes.md"
@@ -153,7 +153,7 @@ def memory(plan: Plan) -> float:
 
 def checkpoints(plan: Plan) -> float:
     """GB of those that are kept, and the one that is being written."""
-    return bytes_needed(plan.name, CheckpointFlags.save_total_limit) / 1e9
+    return bytes_needed(named_model(plan.name), CheckpointFlags.save_total_limit) / 1e9
 
 
 def plans_table() -> Iterator[str]:

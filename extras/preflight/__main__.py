@@ -1,8 +1,8 @@
 """Check every node before a job starts: GPUs, versions, memory, disks, data, network and clocks, in seconds.
 
-torchrun --nproc_per_node=8 --nnodes=4 ... -m extras.preflight --dataset_dir processed/arrow --output_dir out
+torchrun --nproc_per_node=8 --nnodes=4 ... -m extras.preflight --gpus_per_node=8 train_fsdp2.py FLAGS...
 
-Prints a table (and --json), then one line per problem. Exit status 2 if there is a problem of --fail_on or worse
+Behind its own flags comes the command of the job, which says the rest: data, model, results. Prints a table (and --json), then one line per problem. Exit status 2 if there is a problem of --fail_on or worse
 (torchrun's own is 1 whenever a rank's is not 0). `python -m extras.preflight` checks this machine alone.
 """
 
@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from common.cli import BAD_INPUT, UserError, run
@@ -22,8 +23,10 @@ from common.distributed.run import exit_now
 from common.distributed.world import World
 from common.files.json_files import write_json
 from common.flags import Flags, flag, parse_arguments
+from common.training.arguments import RunArguments
 from common.training.optim import OPTIMIZERS
 from extras.preflight import network, node
+from extras.preflight.command import flags_of, model_of, split_command
 from extras.preflight.group import GroupChecks, Mailbox
 from extras.preflight.report import (
     ERROR,
@@ -71,14 +74,16 @@ class PreflightArguments(Flags):
 
 def main() -> None:
     started = time.monotonic()
-    args = parse_arguments(__doc__, PreflightArguments)
+    argv, job = split_command(sys.argv[1:])
+    defaults = PreflightArguments(**flags_of(job)) if job else PreflightArguments()
+    args = parse_arguments(__doc__, defaults, argv)
     world = World.from_environment(args.use_cpu)
     if world.rank:
         logging.disable(logging.WARNING)
     host = socket.gethostname()
     report = RankReport(world.rank, host, os.environ.get("GROUP_RANK", host), leads=world.local_rank == 0)
     checks = LocalChecks(args.timeout)
-    start_local_checks(args, world, checks)
+    start_local_checks(args, job, world, checks)
     mailbox = Mailbox(world, args.timeout)
     leaders, missing = roll_call(mailbox, report)
     if report.leads:
@@ -107,7 +112,9 @@ def main() -> None:
     raise SystemExit(status)
 
 
-def start_local_checks(args: PreflightArguments, world: World, checks: LocalChecks) -> None:
+def start_local_checks(
+    args: PreflightArguments, job: RunArguments | None, world: World, checks: LocalChecks
+) -> None:
     """Start the checks that need no other rank; the first rank of a node checks what its ranks share."""
     use_gpu = world.device.type == "cuda"
     if use_gpu:
@@ -121,7 +128,10 @@ def start_local_checks(args: PreflightArguments, world: World, checks: LocalChec
     checks.start("versions", node.versions)
     checks.start("shm", node.check_shm, args.dataloader_num_workers)
     if args.output_dir:
-        output = (args.output_dir, args.min_free_gb, args.config_name, args.save_total_limit, args.optim)
+        name = args.config_name or ""
+        own = job is not None and name == job.model_named
+        make = partial(model_of, job) if own else partial(node.named_model, name)
+        output = (args.output_dir, args.min_free_gb, name, make, args.save_total_limit, args.optim)
         checks.start("output", node.check_output, *output)
     checks.start("cache", node.check_cache, bool(args.dataset) and not is_local(args.dataset))
     if args.dataset_dir:

@@ -6,9 +6,10 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,22 +30,24 @@ BYTES_PER_PARAMETER = 12  # weights and two moments in fp32
 BYTES_OF_MOMENT = 4
 
 
-def bytes_needed(model: str, limit: int, optim: str = "adamw_torch_fused") -> int | None:
-    """Bytes of `limit` checkpoints of a model (0: at least two) and the next, written before the oldest is removed.
-
-    optim: of the run; Muon keeps one moment of the layers' matrices.
-
-    None for a model of another name: its configuration would have to be read from a directory or the Hub.
-    """
+def named_model(name: str) -> Any:
+    """A model with a built-in name, on the meta device; None for another name."""
     family: Family
-    if model in PRESETS:
-        family = family_of(PRESETS[model].config.model_type)
-    elif model in ESM2_SIZES:
+    if name in PRESETS:
+        family = family_of(PRESETS[name].config.model_type)
+    elif name in ESM2_SIZES:
         family = family_of("esm")
     else:
         return None
     with torch.device("meta"):
-        made = family.make(family.load_config(model))
+        return family.make(family.load_config(name))
+
+
+def bytes_needed(made: Any, limit: int, optim: str = "adamw_torch_fused") -> int:
+    """Bytes of `limit` checkpoints of a model (0: at least two) and the next, written before the oldest is removed.
+
+    optim: of the run; Muon keeps one moment of the layers' matrices.
+    """
     size = BYTES_PER_PARAMETER * count_parameters(made)
     if optim == "muon":
         size -= BYTES_OF_MOMENT * sum(made.get_parameter(name).numel() for name in made.hidden_matrices())
@@ -142,18 +145,25 @@ def check_shm(num_workers: int, path: str = "/dev/shm") -> Finding:
 
 
 def check_output(
-    output_dir: str, min_free_gb: float, model: str | None = None, limit: int = 3, optim: str = "adamw_torch_fused"
+    output_dir: str,
+    min_free_gb: float,
+    model: str = "",
+    make: Callable[[], Any] = lambda: None,
+    limit: int = 3,
+    optim: str = "adamw_torch_fused",
 ) -> Finding:
     """Whether checkpoints can be written there: filesystem and free space.
 
-    model, limit, optim: of the run, for the size of its checkpoints; those that are there already are replaced.
+    model, limit, optim: of the run, for the size of its checkpoints; those that are there already are replaced. make:
+    the model on the meta device, or None if its size is not known.
     """
     path = Path(output_dir).expanduser().absolute()
     where, free = _free_space(path)
     kind = _filesystem(where)
     found = f"{path} ({kind}): {free / GB:.1f} GB free"
-    needed = model and bytes_needed(model, limit, optim)
-    if needed and free + checkpoint_bytes(path) < needed:
+    made = make()
+    needed = 0 if made is None else bytes_needed(made, limit, optim)
+    if free + checkpoint_bytes(path) < needed:
         what = f"{found}: too little for checkpoints of {model}: {limit or 2} and the next take {needed / GB:.1f}"
         return Finding("output", ERROR, what, "free disk space, or lower --save_total_limit")
     if free < min_free_gb * GB:

@@ -11,7 +11,7 @@ import pytest
 from common.cli import UserError
 from extras.preflight.group import Timing, check_clock, clock_offset, outliers, ring_rounds
 from extras.preflight.network import check_efa, check_interfaces, check_nccl_log, efa_devices, interfaces_left
-from extras.preflight.node import bytes_needed, check_output, checkpoint_bytes, nvidia_driver
+from extras.preflight.node import bytes_needed, check_output, checkpoint_bytes, named_model, nvidia_driver
 from extras.preflight.report import (
     ERROR,
     OK,
@@ -211,14 +211,15 @@ def test_local_checks_report_errors_and_hangs():
 def test_check_output_refuses_a_disk_too_small_for_checkpoints(tmp_path):
     """12 bytes a parameter, for as many as are kept and the next; those that are there make way."""
     small = "facebook/esm2_t6_8M_UR50D"  # 7,512,353 parameters
-    assert bytes_needed(small, 3) == 12 * 7_512_353 * 4
-    assert bytes_needed(small, 0) == 12 * 7_512_353 * 3
+    made = named_model(small)
+    assert bytes_needed(made, 3) == 12 * 7_512_353 * 4
+    assert bytes_needed(made, 0) == 12 * 7_512_353 * 3
     hidden = 6 * 12 * 320**2 + 320**2  # weights of the layers' matrices and of the head's dense one
-    assert bytes_needed(small, 1, "muon") == (12 * 7_512_353 - 4 * hidden) * 2
-    assert bytes_needed("llama3_1_70b", 1) == 12 * 70_553_706_496 * 2
-    assert bytes_needed("some/model", 3) is None
-    assert check_output(str(tmp_path), 0.0, small, 3).level != ERROR
-    found = check_output(str(tmp_path), 0.0, "llama3_1_70b", 1000)
+    assert bytes_needed(made, 1, "muon") == (12 * 7_512_353 - 4 * hidden) * 2
+    assert bytes_needed(named_model("llama3_1_70b"), 1) == 12 * 70_553_706_496 * 2
+    assert named_model("some/model") is None
+    assert check_output(str(tmp_path), 0.0, small, lambda: made, 3).level != ERROR
+    found = check_output(str(tmp_path), 0.0, "llama3_1_70b", lambda: named_model("llama3_1_70b"), 1000)
     assert found.level == ERROR
     assert "too little for checkpoints of llama3_1_70b: 1000 and the next take 847" in found.found
     assert found.todo == "free disk space, or lower --save_total_limit"
