@@ -13,6 +13,10 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+# Without variables the API server refuses a name that ends with a slash.
+ANNOTATION = """  annotations:
+    "source-env-vars-before-envsubst/${INSTANCE_TYPE}": "" # empty variables are refused
+"""
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -142,7 +146,7 @@ stringData:
   token: "${{HF_TOKEN}}"
 ---
 """
-    command = between(text, "                    --model=", "              env:\n")
+    command = between(text, "                    --model=", "                  # Check this node first")
     flags = between(text, "                - name: TEXT_FLAGS\n", "                # How long ranks may take to save")
     return replaced(
         text,
@@ -151,9 +155,10 @@ stringData:
             "memory: 64Gi\n": f"memory: {memory(name)}\n",
             "if [ ${EFA_PER_NODE} = 0 ]": 'if [ -z "${FI_PROVIDER}" ]',
             between(text, " [preflight]: ", "                  trap "): "\n",
-            "${GPU_PER_NODE} --model=${MODEL} ": f"${{GPU_PER_NODE}} --model={name} ",
-            "--output_dir=${OUTPUT_DIR}/clm/${MODEL} ||": f"--output_dir={results} ||",
-            between(text, "                  set -f #", "                  exec python3 -m extras.launch train"): "",
+            "MODEL=${MODEL} NUM_NODES": "NUM_NODES",
+            "EFA_PER_NODE=${EFA_PER_NODE} OUTPUT_DIR=${OUTPUT_DIR} |": "EFA_PER_NODE=${EFA_PER_NODE} |",
+            "source kubernetes/env_vars.sh before": "source env_vars before",
+            between(text, "  annotations: {", "spec:\n  # torchrun"): ANNOTATION,
             command: args.removesuffix(" \\\n") + "\n",
             flags: "",
             '"${OUTPUT_DIR}/clm/${MODEL}/nccl_trace_rank_"': f"{results}/nccl_trace_rank_",

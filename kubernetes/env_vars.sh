@@ -4,7 +4,7 @@
 #   kubernetes/render.sh train-ddp-template.yaml | kubectl apply -f -
 #
 # Variables that are set already are kept. Plain envsubst (`envsubst < kubernetes/train-ddp-template.yaml | kubectl apply -f -`)
-# reads only the guide's eleven: AWS_REGION ACCOUNT REGISTRY DOCKER_IMAGE_NAME TAG TARGET_PATH OUTPUT_DIR MODEL NUM_NODES
+# reads only GUIDE and the guide's eleven: AWS_REGION ACCOUNT REGISTRY DOCKER_IMAGE_NAME TAG TARGET_PATH OUTPUT_DIR MODEL NUM_NODES
 # GPU_PER_NODE EFA_PER_NODE; for all else a template has the value written in it.
 # shellcheck shell=bash
 
@@ -28,7 +28,6 @@ export TARGET_PATH=${TARGET_PATH:-/fsx-shared/esm}
 export OUTPUT_DIR=${OUTPUT_DIR:-/fsx-shared}
 
 # For train-clm-template.yaml a decoder: llama2_{7b,13b,70b}, llama3_1_{8b,70b}, llama3_2_{1b,3b}, mathstral_7b, mistral_8x7b.
-if [ "${GUIDE:-0}" = 1 ]; then MODEL=${MODEL:-facebook/esm2_t6_8M_UR50D}; fi
 export MODEL=${MODEL:-facebook/esm2_t36_3B_UR50D}
 # Weights to start from, on the claim (final_model/ of another run) or on the Hub; nothing: random ones.
 export INIT_FROM=${INIT_FROM:-}
@@ -71,7 +70,7 @@ export CP_SIZE=${CP_SIZE:-2}
 # The text that train-clm-template.yaml trains on, and what cuts it: `model` is the tokenizer that MODEL was published with.
 export TEXT_FLAGS=${TEXT_FLAGS:---dataset=allenai/c4 --dataset_config_name=en --tokenizer=model}
 
-# 1: the guide's short first run, of 100,000 proteins, with results where the guide looks (docs/kubernetes.md, "Switches").
+# 1: the guide's run of 100,000 proteins with the 8M model, whatever MODEL says, with results where the guide looks.
 export GUIDE=${GUIDE:-0}
 
 # Further flags of the scripts; they win over those of the templates.

@@ -32,9 +32,9 @@ template=$1
 [ -f "$template" ] || fail "$1: no such template; there are $(cd "$here" && echo *.yaml)"
 command -v envsubst >/dev/null || fail "envsubst is missing: apt-get install gettext-base"
 
-text=$(<"$template")
+text=$(grep -vF 'source-env-vars.sh-before-envsubst' "$template") # this script names the variables itself
 for switch in "${switches[@]}"; do
-  if [ "$switch" = guide ] && [[ $template = *train-[dfm]*-template.yaml || $template = *trainjob-template.yaml ]]; then
+  if [ "$switch" = guide ] && grep -qF "\"\${GUIDE}\"" <<<"$text"; then
     GUIDE=1
     continue
   fi
@@ -88,18 +88,7 @@ fi
 export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}
 export JOB_NAME=${JOB_NAME:-$(sed -nE 's/^  name: (\S+) # \[JOB_NAME\]$/\1/p' <<<"$text")}
 if [ "${EFA_PER_NODE:-}" = 0 ]; then huge=0; else huge=5120Mi; fi # EFA's huge pages are not there where EFA isn't
-export HUGEPAGES=${HUGEPAGES:-$huge} CP_SIZE=${CP_SIZE:-2}
-# The guide's run of 100,000 proteins: its steps and optimiser, and results where it looks for them.
-guide="" # proteins of a step, and of a batch at most
-case ${GUIDE:-0}:${template##*/} in 1:train-[dfm]*-template.yaml | 1:trainjob-template.yaml)
-  guide="32 8" TRAIN_FLAGS=${TRAIN_FLAGS:- }
-  # shellcheck disable=SC2016 # envsubst's variables
-  case ${template##*/} in
-    train-ddp-template.yaml) text=${text//'${OUTPUT_DIR}/ddp/${MODEL}'/'${TARGET_PATH}/output'} ;;
-    train-fsdp-template.yaml) text=${text//'${OUTPUT_DIR}/fsdp/${MODEL}'/'${OUTPUT_DIR}/fsdp-output'} guide="88 4" ;;
-    train-mfsdp-template.yaml) guide="88 4" ;;
-  esac ;;
-esac
+export HUGEPAGES=${HUGEPAGES:-$huge} CP_SIZE=${CP_SIZE:-2} GUIDE=${GUIDE:-0}
 more="" # variables that become flags
 if [ -n "${INIT_FROM:-}" ] && grep -q '\[TRAIN_FLAGS\]' <<<"$text"; then
   TRAIN_FLAGS="--model_name_or_path=$INIT_FROM ${TRAIN_FLAGS:-}" more=INIT_FROM
@@ -115,7 +104,7 @@ text=$(sed -E '/^ *[a-z].* # [^ ]*\[[A-Z_]+\][^ ]*$/{
   s/"(\[MIN_NODES\])"$/\1/
   s/\[([A-Z_]+)\]/${\1}/g
 }' <<<"$text")
-text=${text/ --cp_size=2 / --cp_size=\$\{CP_SIZE\} }
+text=${text// --cp_size=2 / --cp_size=\$\{CP_SIZE\} }
 
 names=$(grep -vE '^ *#' <<<"$text" | grep -oE '\$\{[A-Z_0-9]+\}' | grep -oE '[A-Z_0-9]+' | sort -u || true) # none: fine
 missing=()
@@ -139,6 +128,7 @@ for name in $more $names; do
       done
       export "$name=${value//\$/\$\$}"
       ;;
+    GUIDE) must_be "$name" '[01]' "1 for the guide's run, else 0" ;;
     NUM_NODES | MIN_NODES) must_be "$name" '[1-9][0-9]{0,5}' "not a number of nodes, at least 1, in plain digits" ;;
     CP_SIZE) must_be "$name" '[1-9][0-9]{0,5}' "not a number of ranks, at least 1, in plain digits" ;;
     GPU_PER_NODE | EFA_PER_NODE) must_be "$name" '0|[1-9][0-9]{0,5}' "not a number of devices, in plain digits" ;;
@@ -163,20 +153,9 @@ done
 if grep -qx MIN_NODES <<<"$names"; then
   [ "$MIN_NODES" -le "$NUM_NODES" ] || fail "MIN_NODES=$MIN_NODES is above NUM_NODES=$NUM_NODES"
 fi
-if grep -qx NUM_NODES <<<"$names"; then
+if grep -qx CP_SIZE <<<"$names"; then
   each=$((GPU_PER_NODE > 0 ? GPU_PER_NODE : 1)) # without GPUs: one rank a pod
   ranks=$((NUM_NODES * each))
-fi
-if [ -n "$guide" ]; then
-  read -r proteins size <<<"$guide"
-  proteins=$(((proteins + ranks - 1) / ranks * ranks)) # ranks that cannot share them take the next number that they can
-  while [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
-  flags="--max_train_samples=100000 --pad_to_max_length --max_seq_length=512 --per_device_train_batch_size=$size"
-  flags+=" --packs_per_step=$((proteins / size)) --learning_rate=5e-5 --lr_scheduler_type=linear --warmup_steps=0"
-  flags+=" --weight_decay=0 --adam_beta2=0.999 --max_steps=$((100000 / proteins))"
-  export TRAIN_FLAGS="$flags $TRAIN_FLAGS"
-fi
-if grep -qx CP_SIZE <<<"$names"; then
   [ $((ranks % CP_SIZE)) -eq 0 ] ||
     fail "CP_SIZE=$CP_SIZE does not divide the job's $ranks ranks (nodes: $NUM_NODES, ranks a node: $each)"
   # Only a warning: results are the same, and with one GPU per node or packs too long for a node it is the only way.

@@ -16,7 +16,6 @@ export HF_HUB_ETAG_TIMEOUT=${HF_HUB_ETAG_TIMEOUT:-60}
 train_clm() {
   [ -n "$MODEL" ] || lacks "MODEL is not set: say llama3_1_8b (see slurm/env.sh)"
   local start=("$1" ${INIT_FROM:+--model_name_or_path="$INIT_FROM"})
-  looked_at=("${start[@]}" --output_dir="$OUTPUT_DIR")
   outside_of_a_job "${start[@]}" "${@:2}"
   count_gpus
   pretrain train_fsdp2.py "${start[@]}" "${@:2}"

@@ -244,42 +244,32 @@ size_flags() {
   [ "$memory" -ge 75000 ] 2>/dev/null || batch+=(--per_device_train_batch_size=4)
 }
 
-# GUIDE=1: the guides' run, 100,000 proteins in minutes, with their batches, rate and optimiser.
-# guide_flags PROTEINS SIZE     proteins of a step (ranks that cannot share them take the next number that they can), and
-#                               of a batch at most: as many as all ranks can have
-guide_flags() {
-  local proteins=$1 size=$2 each=${NPROC_PER_NODE:-$gpus_per_node} ranks
-  [[ $each =~ ^[1-9][0-9]*$ ]] || each=1 # known to the steps alone, or wrong and in the list already
-  ranks=$((SLURM_JOB_NUM_NODES * each))
-  proteins=$(((proteins + ranks - 1) / ranks * ranks))
-  while [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
-  batch=(
-    --max_train_samples=100000 --pad_to_max_length --max_seq_length=512 --max_steps=$((100000 / proteins))
-    --per_device_train_batch_size="$size" --packs_per_step=$((proteins / size))
-    --learning_rate=5e-5 --lr_scheduler_type=linear --warmup_steps=0 --weight_decay=0 --adam_beta2=0.999
-  )
-}
-
 train() {
-  local script=$1 batch
+  local script=$1 batch own=()
   shift
-  [ -n "$MODEL" ] || lacks "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
+  case $GUIDE in # the guides' run, of a model of its own
+    1) if [[ $script = *fsdp* ]]; then batch=(configs/guide_fsdp.yaml); else batch=(configs/guide_ddp.yaml); fi ;;
+    0 | "")
+      [ -n "$MODEL" ] || lacks "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
+      own=(--config_name="$MODEL")
+      ;;
+    *) lacks "GUIDE=$GUIDE: 1 for the guides' run, else 0" ;;
+  esac
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
     lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
-  looked_at=(--config_name="$MODEL" ${INIT_FROM:+--model_name_or_path="$INIT_FROM"})
-  looked_at+=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
-  outside_of_a_job "${looked_at[@]}" "$@"
+  own+=(${INIT_FROM:+--model_name_or_path="$INIT_FROM"})
+  own+=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
+  outside_of_a_job "${own[@]}" "$@"
   count_gpus
-  case $GUIDE,$script in
-    ,* | 0,*) size_flags ;;
-    *,train_fsdp2.py | *,train_mfsdp.py) guide_flags 88 4 ;;
-    *) guide_flags 32 8 ;;
-  esac
-  pretrain "$script" "${batch[@]}" "${looked_at[@]}" "${defaults[@]}" "$@"
+  if [ "$GUIDE" != 1 ]; then
+    echo "This job trains $MODEL for an epoch of all proteins. The guides' run of 100,000 proteins with the 8M model, in" \
+      "minutes: GUIDE=1 sbatch ..."
+    size_flags
+    own+=("${defaults[@]}")
+  fi
+  pretrain "$script" "${batch[@]}" "${own[@]}" "$@"
 }
 
-# looked_at: flags of the run that the preflight has, too.
-looked_at=()
 pretrain() {
   local status=0 lost=""
   outside_of_a_job "$@"
@@ -290,7 +280,7 @@ pretrain() {
     local checks=(--fail_on="$PREFLIGHT") more=()
     if [[ $gpus_per_node =~ ^[0-9]+$ ]]; then checks+=(--gpus_per_node="$gpus_per_node"); fi
     read -ra more <<<"$PREFLIGHT_FLAGS"
-    launch -m extras.preflight "${looked_at[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
+    launch -m extras.preflight "${checks[@]}" ${more[@]+"${more[@]}"} "$@" || status=$?
   fi
   # A run that failed through no fault of the user's (a rank out of memory, a failed collective, a node that was away)
   # is started again: here if all nodes are free, else from the queue. The third start in a row without a new checkpoint

@@ -9,7 +9,7 @@
 : "${MODEL:=${INIT_FROM:-}}"
 # Weights to start from: a directory (final_model/ of another run) or a name on the Hub. Default: random ones.
 : "${INIT_FROM:=}"
-# 1: the guides' short run of ESM-2: 100,000 proteins, with their batches, rate and optimiser.
+# 1: the guides' short run of ESM-2: 100,000 proteins with the 8M model, whatever MODEL says (configs/guide_*.yaml).
 : "${GUIDE:=}"
 # Proteins to train on, as slurm/preprocess.sh writes them. Set it to nothing to pass --dataset instead.
 : "${DATASET_DIR=${TARGET_PATH:+$TARGET_PATH/processed/arrow}}"

@@ -32,6 +32,9 @@ CP, MFSDP = ("train_ddp_cp.py", "DdpCpFlags"), ("train_mfsdp.py", "MegatronFlags
 PAPER = {"adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8, "max_seq_length": 1024, "mlm_probability": 0.15}
 LARGE = PAPER | {"max_steps": 500_000, "save_steps": 1000, "save_total_limit": 5, "logging_steps": 100, "bf16": True}
 LARGE |= {"streaming": True, "dataset": "nvidia/esm2_uniref_pretraining_data", "dataset_dir": None}
+GUIDE_RUN = {"config_name": "facebook/esm2_t6_8M_UR50D", "max_train_samples": 100_000, "max_seq_length": 512}
+GUIDE_RUN |= {"pad_to_max_length": True, "bf16": True, "do_eval": True, "logging_steps": 16, "warmup_steps": 0}
+GUIDE_RUN |= {"learning_rate": 5e-5, "lr_scheduler_type": "linear", "weight_decay": 0, "adam_beta2": 0.999}
 CONFIGS = {  # NAME: (what the source says, scripts)
     "sanity": (PAPER | {"max_steps": 250, "per_device_train_batch_size": 2, "warmup_steps": 100}, [DDP, FSDP, MFSDP]),
     "sanity_cp": (
@@ -53,10 +56,15 @@ CONFIGS = {  # NAME: (what the source says, scripts)
         | {"max_grad_norm": 1, "sequence_packing": False, "bf16": True},
         [DDP, FSDP, MFSDP],
     ),
-    "guide_eks": (
-        {"max_seq_length": 512, "per_device_train_batch_size": 8, "max_train_samples": 100_000, "num_train_epochs": 1}
-        | {"pad_to_max_length": True, "learning_rate": 5e-5, "lr_scheduler_type": "linear", "ddp_bucket_cap_mb": 125},
-        [DDP],
+    "guide_ddp": (
+        GUIDE_RUN
+        | {"per_device_train_batch_size": 8, "num_train_epochs": 1, "max_steps": -1, "ddp_bucket_cap_mb": 125},
+        [DDP, CP],
+    ),
+    "guide_fsdp": (
+        GUIDE_RUN
+        | {"per_device_train_batch_size": 4, "packs_per_step": 22, "max_steps": 1136, "torch_compile": False},
+        [FSDP, MFSDP],
     ),
 }
 # The FSDP guides' runs, by this project's flag names.

@@ -2,8 +2,9 @@
 
 torchrun --nproc_per_node=8 --nnodes=4 ... -m extras.preflight --gpus_per_node=8 train_fsdp2.py FLAGS...
 
-Behind its own flags comes the command of the job, which says the rest: data, model, results. Prints a table (and --json), then one line per problem. Exit status 2 if there is a problem of --fail_on or worse
-(torchrun's own is 1 whenever a rank's is not 0). `python -m extras.preflight` checks this machine alone.
+Behind its own flags comes the job's command, which says the rest: model, data, results. Prints a table (and --json),
+then one line per problem. Exit status 2 if there is a problem of --fail_on or worse (torchrun's own is 1 whenever a
+rank's is not 0). `python -m extras.preflight` checks this machine alone.
 """
 
 from __future__ import annotations
@@ -112,9 +113,7 @@ def main() -> None:
     raise SystemExit(status)
 
 
-def start_local_checks(
-    args: PreflightArguments, job: RunArguments | None, world: World, checks: LocalChecks
-) -> None:
+def start_local_checks(args: PreflightArguments, job: RunArguments | None, world: World, checks: LocalChecks) -> None:
     """Start the checks that need no other rank; the first rank of a node checks what its ranks share."""
     use_gpu = world.device.type == "cuda"
     if use_gpu:

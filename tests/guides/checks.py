@@ -209,16 +209,17 @@ def resources(**of_a_pod: int) -> Callable[[Typed], None]:
     return check
 
 
-def pod_runs(script: str, **expected) -> Callable[[Typed], None]:
-    """The pod's own command starts this script with these flags, as its parser reads them."""
+def pod_runs(script: str, says: str = "", **expected) -> Callable[[Typed], None]:
+    """The pod's own command starts this script with these flags, as its parser reads them, and logs `says`."""
 
     def check(typed: Typed) -> None:
         (container,) = [c for d in typed.manifest for c in containers(d)]
         words, variables = started(container, {})
-        calls = run_in_pod(words, variables, typed.record / "pod")
+        calls, said = run_in_pod(words, variables, typed.record / "pod")
         found, flags = trained(calls[-1].words)
         assert found == script
         assert_has(flags, expected)
+        assert says in said
 
     return check
 
@@ -257,8 +258,9 @@ def on_volume(path: str) -> Callable[[Typed], None]:
     return check
 
 
-def job_runs(script: str, nodes: int, log: str, **expected) -> Callable[[Typed], None]:
-    """The batch job starts this script on so many nodes, with these flags, and logs to `log` where it was submitted.
+def job_runs(script: str, nodes: int, log: str, says: str = "", **expected) -> Callable[[Typed], None]:
+    """The batch job starts this script on so many nodes, with these flags, and logs `says` to `log` where it was
+    submitted.
 
     expected: values may have {fsx}, the shared file system.
     """
@@ -272,6 +274,7 @@ def job_runs(script: str, nodes: int, log: str, **expected) -> Callable[[Typed],
         assert_has(flags, {name: v.replace("{fsx}", fsx) if isinstance(v, str) else v for name, v in expected.items()})
         assert typed.text("log").strip() == log
         assert (typed.checkout / "slurm" / log).exists()
+        assert says in typed.text("said")
 
     return check
 
@@ -288,8 +291,9 @@ def step_has(*words: str) -> Callable[[Typed], None]:
 
 
 def _training_step(typed: Typed) -> Call:
-    """The srun that trains (another one looks at the nodes)."""
-    (call,) = [call for call in typed.of("srun") if any(Path(word).name in STRATEGIES for word in call.words)]
+    """The srun that trains (another one looks at the nodes for the same command)."""
+    calls = [call for call in typed.of("srun") if "extras.preflight" not in call.words]
+    (call,) = [call for call in calls if any(Path(word).name in STRATEGIES for word in call.words)]
     return call
 
 

@@ -54,6 +54,7 @@ case "$name $*" in
     log=${log//%x/$SLURM_JOB_NAME} log=${log//%j/$SLURM_JOB_ID}
     echo "$log" >"$RECORD/log"
     bash "$RECORD/slurm_script" "${@:2}" >"$log" 2>&1 || { cat "$log" >&2; exit 1; }
+    cp "$log" "$RECORD/said"
     echo "Submitted batch job $SLURM_JOB_ID"
     ;;
 esac
@@ -164,8 +165,8 @@ def type_commands(commands: dict[str, str], directory: Path) -> dict[str, Typed]
     return {name: Typed(directory / name, checkout) for name in commands if (directory / name / "status").exists()}
 
 
-def run_in_pod(script: list[str], variables: dict[str, str], directory: Path) -> list[Call]:
-    """Run a container's command with programs that record; what it started."""
+def run_in_pod(script: list[str], variables: dict[str, str], directory: Path) -> tuple[list[Call], str]:
+    """Run a container's command with programs that record; what it started, and what it printed."""
     directory.mkdir(exist_ok=True)
     path = stand_ins(directory / "bin", "python3", "torchrun", "hyperpodrun")
     record = directory / "record"
@@ -175,7 +176,7 @@ def run_in_pod(script: list[str], variables: dict[str, str], directory: Path) ->
     done = run(words, 60, cwd=directory, env=environment)
     assert done.returncode == 0, done.stderr
     calls = [call.split("\0")[:-1] for call in (record / "calls").read_text().split("\x1e\0")[:-1]]
-    return [Call(cwd, program, tuple(words)) for cwd, program, *words in calls]
+    return [Call(cwd, program, tuple(words)) for cwd, program, *words in calls], done.stdout
 
 
 def has_envsubst() -> bool:

@@ -25,6 +25,7 @@ from tests.guides.checks import (
     step_has,
     typed,
 )
+from tests.guides.eks import QUICK_DDP, QUICK_FSDP
 from tests.guides.elsewhere import differs, documented, held
 from tests.guides.images import builds, starts_in_image
 from tests.patience import join
@@ -36,6 +37,7 @@ export TAG=aws
 export MODEL=facebook/esm2_t36_3B_UR50D
 """
 SLURM_JOB = {
+    "says": "This job trains facebook/esm2_t36_3B_UR50D for an epoch of all proteins. The guides' run of 100,000 ",
     "config_name": "facebook/esm2_t36_3B_UR50D",
     "dataset_dir": "{fsx}/ubuntu/esm-slurm/processed/arrow",
     "do_eval": True,
@@ -173,7 +175,7 @@ SLURM = {
     22: typed(
         "the quick run: 100,000 proteins",
         "GUIDE=1 sbatch train_ddp.sh",
-        job_runs("train_ddp.py", 2, "esm2-ddp_7.out", max_train_samples=100_000, per_device_train_batch_size=8),
+        job_runs("train_ddp.py", 2, "esm2-ddp_7.out", output_dir="{fsx}/ubuntu/esm-slurm/out-ddp", **QUICK_DDP),
         blocks=(12,),
     ),
     23: typed(
@@ -195,7 +197,7 @@ SLURM = {
     26: typed(
         "the quick run, sharded",
         "GUIDE=1 sbatch train_fsdp.sh",
-        job_runs("train_fsdp2.py", 2, "esm2-fsdp_7.out", max_train_samples=100_000, per_device_train_batch_size=4),
+        job_runs("train_fsdp2.py", 2, "esm2-fsdp_7.out", output_dir="{fsx}/ubuntu/esm-slurm/out-fsdp", **QUICK_FSDP),
         blocks=(13, 16),
     ),
     27: Row(

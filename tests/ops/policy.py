@@ -230,17 +230,17 @@ def launch(document: dict) -> Iterator[str]:
             if "|| { [ $? = 2 ] && exit 2; exit 143; }" not in re.sub(r"\s+", " ", script):
                 yield "a preflight that fails by no fault of the user's is final"
             launcher = "hyperpod-launch" if document["kind"] == "HyperPodPyTorchJob" else "python3 -m extras.launch"
-            found = re.search(rf"^exec {launcher} (\S+) \\$", script, re.MULTILINE)
-            if not found or found[1] not in TRAIN_SCRIPTS:
-                yield f"no bare `exec {launcher} script.py`"
-            elif found[1] == "train_ddp_cp.py":
+            found = set(re.findall(r"^ *set -- (\S+\.py) ", script, re.MULTILINE))
+            if not re.search(rf'^exec {launcher} "\$@"$', script, re.MULTILINE) or found - {*TRAIN_SCRIPTS}:
+                yield f"no bare `exec {launcher}` of a script"
+            if found == {"train_ddp_cp.py"}:
                 spec = document["spec"]
                 (pods_of_job,) = (
                     spec["replicaSpecs"] if "replicaSpecs" in spec else spec["pytorchReplicaSpecs"].values()
                 )
                 ranks = pods_of_job["replicas"] * max(1, int(spec["nprocPerNode"]))
                 sizes = [int(size) for size in re.findall(r" --cp_size=(\d+) ", script)]
-                if len(sizes) != 1 or ranks % sizes[0]:
+                if len(sizes) != 2 or any(ranks % size for size in sizes):
                     yield f"--cp_size {sizes} on {ranks} ranks"
             if container.get("command") != ["/bin/bash", "-euc"]:
                 yield f"command {container.get('command')}"
@@ -248,7 +248,7 @@ def launch(document: dict) -> Iterator[str]:
                 yield "TRAIN_FLAGS are not used"
         if pasted := re.findall(r"\$\(\w+\)", script):
             yield f"{pasted}: a shell would run what is in them"
-        if "$(printenv " in script and not re.search(r"^set -f\b.*\nexec ", script, re.MULTILINE):
+        if "$(" in script and not re.match(r"(cd /workspace\n)?set -f\b", script):
             yield "patterns in flags become names of files"
         for file in re.findall(r"[\w.]+\.py\b", script):
             if not (ROOT / file).is_file():

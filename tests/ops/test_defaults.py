@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,7 +19,20 @@ from common.training.optim import OptimizerFlags
 from common.training.registry import parse_run
 from common.training.schedule import lr_schedule
 from tests.data_fixtures import load_script
-from tests.ops.manifests import containers, job_of, render
+from tests.ops.manifests import (
+    EKS_GUIDE,
+    ENVSUBSTS,
+    GUIDE_JOBS,
+    TRAINING,
+    containers,
+    documents,
+    gettext_envsubst,
+    job_of,
+    render,
+    run_shell,
+    values,
+)
+from tests.ops.policy import broken_rules
 from tests.ops.test_init_from import SLURM, recorded
 from tests.training_fixtures import ROOT
 
@@ -129,42 +143,113 @@ def test_slurm_trains_a_model_of_ones_own_with_the_same_batch(tmp_path):
     assert (args["config_name"], args["tokens_per_pack"], args["tokens_per_step"]) == ("/my/model", 4096, 2097152)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    ("script", "proteins", "steps"),
-    [
-        ("train_ddp.py", 32, 3125),
-        ("train_ddp_cp.py", 32, 3125),
-        ("train_fsdp2.py", 88, 1136),
-        ("train_mfsdp.py", 88, 1136),
-    ],
-)
-def test_guide_variable_gives_the_guides_run(script, proteins, steps, ranks, tmp_path):
-    """GUIDE=1: steps, batches, optimiser and directory of their logs, on any number of GPUs that can share a step."""
-    own = {"GUIDE": 1, "SLURM_JOB_NUM_NODES": ranks, "MODEL": "facebook/esm2_t6_8M_UR50D", "CP_SIZE": 1}
-    args = of_slurm(script, with_memory(tmp_path, 23028), **own)
-    assert {name: args[name] for name in GUIDES_OPTIMISER} == GUIDES_OPTIMISER
-    size, packs = args["per_device_train_batch_size"], args["packs_per_step"]
-    assert size * packs == proteins
-    assert packs % ranks == 0
-    assert args["max_train_samples"] == 100_000
+GUIDE_RUN = {
+    "config_name": "facebook/esm2_t6_8M_UR50D",
+    "model_name_or_path": None,
+    "max_train_samples": 100_000,
+    "pad_to_max_length": True,
+    "max_seq_length": 512,
+    "bf16": True,
+    "do_eval": True,
+    "logging_steps": 16,
+    "learning_rate": 5e-5,
+    "warmup_steps": 0,
+    "save_hf": True,
+}
+THEIRS = {"ddp": (8, 4, 3125), "fsdp": (4, 22, 1136)}  # proteins of a batch, batches of a step, steps
+
+
+def assert_guides_run(args: dict, strategy: str) -> None:
+    """Model, batches, steps, rate and optimiser of the guides' logs."""
+    size, packs, steps = THEIRS[strategy]
+    assert {name: args[name] for name in GUIDE_RUN | GUIDES_OPTIMISER} == GUIDE_RUN | GUIDES_OPTIMISER
+    assert (args["per_device_train_batch_size"], args["packs_per_step"]) == (size, packs)
     plan = BatchPlan(lambda records: np.full(len(records), 300), 100_000, 42, 512, sequences_per_pack=size)
-    assert plan.packs_per_epoch() // packs == steps
-    assert args["max_steps"] == steps
+    in_epochs = -(-plan.packs_per_epoch() // packs) if args["num_train_epochs"] == 1 else None
+    assert (args["max_steps"] if args["max_steps"] > 0 else in_epochs) == steps
     # Their log has the rate of the next step: after the 16th of 1,136 steps 4.929577464788733e-05.
     optimizer = OptimizerFlags(**{f.name: args[f.name] for f in fields(OptimizerFlags)})
     assert lr_schedule(optimizer, 1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)
 
 
-def test_guide_variable_with_an_unknown_number_of_ranks(tmp_path):
-    """`gpu`: each node counts its own; the training script says whether they can share a step."""
-    own = {"GUIDE": 1, "NPROC_PER_NODE": "gpu", "MODEL": "facebook/esm2_t6_8M_UR50D"}
-    args = of_slurm("train_ddp.py", with_memory(tmp_path, 23028), **own)
-    assert (args["per_device_train_batch_size"], args["packs_per_step"]) == (8, 4)
+@pytest.mark.parametrize("ranks", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("script", "strategy"),
+    [("train_ddp.py", "ddp"), ("train_ddp_cp.py", "ddp"), ("train_fsdp2.py", "fsdp"), ("train_mfsdp.py", "fsdp")],
+)
+def test_slurm_guide_variable_gives_the_guides_run(script, strategy, ranks, tmp_path):
+    """GUIDE=1, whatever MODEL says and on any number of ranks."""
+    own = {"GUIDE": 1, "SLURM_JOB_NUM_NODES": ranks, "MODEL": "facebook/esm2_t36_3B_UR50D", "CP_SIZE": 1}
+    args = of_slurm(script, with_memory(tmp_path, 23028), **own)
+    assert_guides_run(args, strategy)
+    assert of_slurm(script, tmp_path, GUIDE=1, NPROC_PER_NODE="gpu", CP_SIZE=1) == args
 
 
-def test_guide_variable_with_ranks_that_cannot_share_a_step(tmp_path):
-    """3 ranks: 33 proteins, the next number above 32 that they can share."""
-    own = {"GUIDE": 1, "SLURM_JOB_NUM_NODES": 3, "MODEL": "facebook/esm2_t6_8M_UR50D"}
-    args = of_slurm("train_ddp.py", with_memory(tmp_path, 23028), **own)
-    assert (args["per_device_train_batch_size"], args["packs_per_step"], args["max_steps"]) == (1, 33, 3030)
+def test_slurm_guide_variable_is_0_or_1(tmp_path):
+    done = run_shell(f"cd {ROOT}; slurm/train_ddp.sh", SLURM | {"GUIDE": "yes", "TARGET_PATH": tmp_path})
+    assert (done.returncode, "GUIDE=yes: 1 for the guides' run, else 0" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("way", ["gettext", "go", "render.sh", "render.sh --with guide"])
+@pytest.mark.parametrize(
+    ("name", "script", "results"),
+    [
+        ("train-ddp", "train_ddp.py", "/fsx-shared/esm/output"),
+        ("train-ddp-cp", "train_ddp_cp.py", "/fsx-shared/ddp-cp/guide"),
+        ("train-fsdp", "train_fsdp2.py", "/fsx-shared/fsdp-output"),
+        ("train-mfsdp", "train_mfsdp.py", "/fsx-shared/mfsdp/guide"),
+        ("trainjob", "train_ddp.py", "/fsx-shared/trainjob/guide"),
+    ],
+)
+def test_pods_guide_variable_gives_the_guides_run(name, script, results, way, tmp_path):
+    """The guide's exports (MODEL: 3B) and GUIDE=1: its run, with results where it looks for them."""
+    template = f"{name}-template.yaml"
+    if way in ENVSUBSTS:
+        text = ENVSUBSTS[way](template, EKS_GUIDE | {"GUIDE": "1"})
+    else:
+        text = render(template, "guide") if "guide" in way else render(template, GUIDE="1")
+    assert all(broken_rules(document) == {} for document in documents(text))
+    (container,) = containers(job_of(text))
+    told = values(container) | {"TRAIN_FLAGS": "--seed=7"}
+    text = f"cd {ROOT}; " + container["args"][0].replace("cd /workspace\n", "")
+    args = parsed(script, *recorded(text, "python3", told, tmp_path))
+    assert_guides_run(args, "fsdp" if "fsdp" in script else "ddp")
+    assert (args["output_dir"], args["dataset_dir"]) == (results, "/fsx-shared/esm/processed/arrow")
+    assert (args["seed"], args["cp_size"]) == (7, 2 if "cp" in script else 1)
+    assert f"export TORCH_FR_DUMP_TEMP_FILE={results}/nccl_trace_rank_\n" in text
+    assert f", in minutes, to {results}.\n" in template_head(template)
+
+
+def template_head(template: str) -> str:
+    """The first comment of a manifest, which the guide shows with `cat`."""
+    return ENVSUBSTS["gettext"](template, EKS_GUIDE).partition("\nkind: ")[0]
+
+
+@pytest.mark.parametrize("name", ["train-ddp", "train-fsdp", "trainjob"])
+def test_pods_say_what_they_train_on_without_the_guide_variable(name, tmp_path):
+    template = f"{name}-template.yaml"
+    line = (
+        "This job trains facebook/esm2_t36_3B_UR50D for an epoch of all proteins. The guide's run of 100,000 proteins "
+    )
+    (container,) = containers(job_of(ENVSUBSTS["gettext"](template, EKS_GUIDE)))
+    script = container["args"][0].replace("cd /workspace\n", "")
+    (tmp_path / "python3").write_text("#!/bin/sh\n")
+    (tmp_path / "python3").chmod(0o755)
+    done = run_shell(f"PATH={tmp_path}:$PATH\n{script}", values(container))
+    assert done.stdout == f"{line}with the 8M model, in minutes: export GUIDE=1 before envsubst\n"
+    assert "# Trains facebook/esm2_t36_3B_UR50D for an epoch of all proteins. With GUIDE=1" in template_head(template)
+
+
+@pytest.mark.parametrize(
+    "template", [*TRAINING, "download-data-template.yaml", "preprocess-template.yaml", *GUIDE_JOBS[:1]]
+)
+def test_pods_without_variables_name_them_and_end_with_2(template):
+    """`envsubst` in a shell that has not sourced the variables."""
+    text = gettext_envsubst(template, {})
+    script = re.search(r"- \|\n( +)((?:.*\n)+?)(?=\s+env:)", text)
+    script = re.sub(rf"(?m)^{script[1]}", "", script[1] + script[2]).replace("cd /workspace\n", "")
+    done = run_shell(script, {})
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: empty: [A-Z_ ]+: source (kubernetes/env_vars.sh|env_vars) before .*\n", done.stderr)
+    named = set(done.stderr.split(": ")[2].split())
+    assert {"NUM_NODES"} <= named if template in (*TRAINING, *GUIDE_JOBS) else named == {"TARGET_PATH"}

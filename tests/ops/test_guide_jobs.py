@@ -65,7 +65,8 @@ def test_guide_jobs_have_the_guides_names():
 
 def flags_of(text: str, **variables: str) -> list[str]:
     """The flags of train_fsdp2.py in a job's file, with the shell's variables filled in."""
-    (flags,) = re.findall(r"(?:launch train_fsdp2\.py|\nTRAINING_ARGS=\()(.*?)\n(?:\)| +env:)\n", text, re.DOTALL)
+    begin, end = r"(?:set -- train_fsdp2\.py|\nTRAINING_ARGS=\()", r"\n(?:\)\n| +# Check this)"
+    (flags,) = re.findall(f"{begin}(.*?){end}", text, re.DOTALL)
     for name, value in variables.items():
         flags = flags.replace(f'"${name}"', value)
     return re.findall(r"--\S+", flags)
@@ -185,7 +186,7 @@ def test_decoder_template_equals_fsdp_but_for_names_and_flags():
         job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"].pop("topologySpreadConstraints")
     assert fsdp == clm
     assert environment.items() <= clm_environment.items()
-    shell, clm_shell = (re.findall(r"(?m)^(?:if |trap |exec |  \{).*", text) for text in (script, clm_script))
+    shell, clm_shell = (re.findall(r'(?m)^(?:if \[ [^"]|trap |exec |  \{).*', text) for text in (script, clm_script))
     assert shell == clm_shell
     assert len(shell) >= 5
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from tests.ops.manifests import (
     GUIDE_JOBS,
     KUBERNETES,
     TEMPLATES,
+    TRAINING,
     documents,
     job_of,
     render,
@@ -170,7 +172,9 @@ def test_apiserver_applies_twice_and_deletes(kubectl, template, switched):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_envsubst_and_apply_with_the_guides_variables_alone(kubectl, template, envsubst):
     """`envsubst < TEMPLATE | kubectl apply -f -`."""
-    text = ENVSUBSTS[envsubst](template, EKS_GUIDE | (FILE_SYSTEM if template.startswith("fsx") else {}))
+    text = ENVSUBSTS[envsubst](
+        template, EKS_GUIDE | {"GUIDE": ""} | (FILE_SYSTEM if template.startswith("fsx") else {})
+    )
     wanted = documents(text)
     try:
         done = kubectl("apply", "-f", "-", text=text)
@@ -180,6 +184,22 @@ def test_envsubst_and_apply_with_the_guides_variables_alone(kubectl, template, e
         kubectl("delete", "--ignore-not-found", "--grace-period=0", "--force", "--wait=false", "-f", "-", text=text)
         for document in wanted:
             _let_go(kubectl, document)
+
+
+@pytest.mark.parametrize(
+    "template", [*TRAINING, "download-data-template.yaml", "preprocess-template.yaml", *GUIDE_JOBS]
+)
+def test_envsubst_without_variables_is_refused(kubectl, template):
+    """The message names the file that has them; but for the NetworkPolicy and Secret before it, nothing is made."""
+    text = ENVSUBSTS["gettext"](template, {})
+    job = documents(text)[-1]
+    done = kubectl("apply", "-f", "-", text=text)
+    kubectl("delete", "--ignore-not-found", "--wait=false", "-f", "-", text=text)
+    assert done.returncode != 0
+    assert re.search(r'"source-env-vars(.sh)?-before-envsubst/": name part must be non-empty', done.stderr), (
+        done.stderr
+    )
+    assert f"{job['kind'].lower()}.kubeflow.org/{job['metadata']['name']} created" not in done.stdout
 
 
 @pytest.mark.parametrize("job", GUIDE_JOBS)
