@@ -20,12 +20,12 @@ ANNOTATION = """  annotations:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from extras.decoders.config import GUIDE_RUNS, MODEL_TYPES, PRESETS  # noqa: E402
+from extras.decoders.config import GUIDE_RUNS, PRESETS  # noqa: E402
 
 MAKER = "docs/make_guide_jobs.py"
-# Llama 2's own tokenizer in a repository that asks for no licence, as in the guides. (They take it for Llama 3, too,
-# whose vocabulary is another.)
-LLAMA2_TOKENIZER = "hf-internal-testing/llama-tokenizer"
+# Of all Llamas, as in the guides: Llama 2's own, in a repository that asks for no licence. Llama 3's, which is another,
+# asks for one; its model has rows for all of these ids.
+LLAMA_TOKENIZER = "hf-internal-testing/llama-tokenizer"
 
 
 def title(name: str) -> str:
@@ -43,10 +43,9 @@ def directory(name: str) -> str:
 def training_args(name: str, checkpoint_dir: str) -> list[str]:
     """The flags of a run, under the guides' names."""
     run = GUIDE_RUNS[name]
-    llama2 = name in MODEL_TYPES["llama_v2"]
     flags = {
         "model": name,
-        "tokenizer": LLAMA2_TOKENIZER if llama2 else PRESETS[name].hub,
+        "tokenizer": LLAMA_TOKENIZER if name.startswith("llama") else PRESETS[name].hub,
         "max_context_width": PRESETS[name].context,
         "dataset": "allenai/c4",
         "dataset_config_name": "en",

@@ -205,6 +205,19 @@ def test_slurm_and_kubernetes_train_decoders_with_the_same_defaults():
     assert parse_run("", script.FsdpFlags, slurm) == parse_run("", script.FsdpFlags, words + pods)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_guide_jobs_of_llamas_need_no_licence(name):
+    """As in the guides. Those of Mistral name the model's own, as there."""
+    script, llama = load_script("train_fsdp2.py"), "hf-internal-testing/llama-tokenizer"
+    expected = llama if name.startswith("llama") else PRESETS[name].hub
+    for flags in (
+        flags_of((ROOT / "slurm" / f"{name}-training.sbatch").read_text(), OUTPUT_DIR="o"),
+        flags_of((KUBERNETES / f"{name}-fsdp.yaml").read_text()),
+        [str(ROOT / "configs" / f"{name}.yaml")],
+    ):
+        assert parse_run("", script.FsdpFlags, flags).data.tokenizer == expected
+
+
 def test_guide_jobs_use_the_published_tokenizer():
     script = load_script("train_fsdp2.py")
 

@@ -17,7 +17,9 @@ from tests.ops.manifests import (
     EKS_GUIDE,
     ENVSUBSTS,
     FILE_SYSTEM,
+    FSDP_GUIDE,
     GUIDE,
+    GUIDE_JOBS,
     IMAGE,
     KUBERNETES,
     ROOT,
@@ -28,6 +30,7 @@ from tests.ops.manifests import (
     documents,
     holders,
     job_of,
+    pods,
     render,
     run_shell,
     switches_of,
@@ -341,3 +344,50 @@ def test_apiserver_uses_the_operators_crd(kind):
         pytest.skip(f"{DEFINITIONS[kind]} is not beside this checkout")
     assert definition["additionalProperties"] is False
     assert definition["properties"]["metadata"] is METADATA
+
+
+def commands_of_the_page(*words: str) -> str:
+    """The one command of docs/kubernetes.md with these words, without kubectl."""
+    lines = (ROOT / "docs" / "kubernetes.md").read_text().splitlines()
+    (line,) = [line for line in lines if all(word in line for word in words)]
+    return line.removesuffix(" | kubectl apply -f -")
+
+
+def test_page_makes_directories_of_a_claim_that_is_there():
+    made = run_shell(commands_of_the_page("FSX_ID=-"), GUIDE)
+    assert [(d["kind"], d["metadata"]["name"]) for d in documents(made.stdout)] == [("Job", "fsx-owner")], made.stderr
+
+
+@pytest.mark.parametrize("template", ["train-ddp-template.yaml", "preprocess-template.yaml", "trainjob-template.yaml"])
+def test_page_runs_pods_as_root(template):
+    made = run_shell(commands_of_the_page("runAsNonRoot").replace("TEMPLATE", f"kubernetes/{template}"), EKS_GUIDE)
+    (pod,) = pods(documents(made.stdout)[-1])
+    found = pod["spec"]["securityContext"]
+    assert (found["runAsNonRoot"], found["runAsUser"], found["runAsGroup"]) == (False, 0, 0)
+
+
+def test_page_tries_a_decoder_without_a_claim():
+    command = commands_of_the_page("emptyDir").replace("NAME-fsdp.yaml", "kubernetes/llama3_2_1b-fsdp.yaml")
+    made = job_of(run_shell(command, FSDP_GUIDE).stdout)
+    (pod,) = pods(made)
+    assert {"name": "fsx", "emptyDir": {}} in pod["spec"]["volumes"]
+    assert made["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 1
+    assert "persistentVolumeClaim" not in str(made)
+
+
+def test_gitignore_has_the_guides_files_and_no_tracked_one(tmp_path):
+    """The guide's file of variables holds HF_TOKEN."""
+    names = [
+        "env_vars",
+        "kubernetes/env_vars",
+        "kubernetes/download-data-real.yaml",
+        "kubernetes/preprocess-data.yaml",
+    ]
+    names += ["kubernetes/train-ddp.yaml", "kubernetes/train-fsdp.yaml", "train-fsdp.yaml", "slurm/pytorch-fsdp.sqsh"]
+    ours = ["kubernetes/env_vars.sh", "slurm/env.sh", *(f"kubernetes/{name}" for name in (*TEMPLATES, *GUIDE_JOBS))]
+    ours += [f"configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")]
+    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text())
+    done = run_shell(f"git init -q; git check-ignore {' '.join(names + ours)}", {"HOME": tmp_path}, tmp_path)
+    assert done.stdout.split() == names
+    if (ROOT / ".git").exists():
+        assert run_shell("git ls-files -ci --exclude-standard", {"HOME": tmp_path}).stdout == ""
