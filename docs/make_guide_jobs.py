@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 from extras.decoders.config import GUIDE_RUNS, PRESETS  # noqa: E402
 
 MAKER = "docs/make_guide_jobs.py"
-# Of all Llamas, as in the guides: Llama 2's own, in a repository that asks for no licence. Llama 3's, which is another,
-# asks for one; its model has rows for all of these ids.
+# Of all Llamas, as in the guides: Llama 2's own, in a repository that asks for no licence. Llama 3's is another, which
+# asks for one; the model has rows for all ids of both.
 LLAMA_TOKENIZER = "hf-internal-testing/llama-tokenizer"
 
 
