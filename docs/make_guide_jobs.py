@@ -153,7 +153,7 @@ stringData:
             between(text, "# A decoder with FSDP2", "# Only this job's pods"): head,
             "memory: 64Gi\n": f"memory: {memory(name)}\n",
             "if [ ${EFA_PER_NODE} = 0 ]": 'if [ -z "${FI_PROVIDER}" ]',
-            between(text, " [preflight]: ", "                  trap "): "\n",
+            between(text, " [preflight]: ", "                  python3 -m extras.preflight"): "\n",
             "MODEL=${MODEL} NUM_NODES": "NUM_NODES",
             "EFA_PER_NODE=${EFA_PER_NODE} OUTPUT_DIR=${OUTPUT_DIR} |": "EFA_PER_NODE=${EFA_PER_NODE} |",
             "source kubernetes/env_vars.sh before": "source env_vars before",

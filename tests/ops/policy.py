@@ -225,7 +225,7 @@ def launch(document: dict) -> Iterator[str]:
     for container in containers(document):
         script = "\n".join(container.get("args", []))
         if document["kind"] in JOBS:
-            if not re.search(r"^trap 'exit 143' TERM.*\npython3 -m extras\.preflight ", script, re.MULTILINE):
+            if not re.search(r"(?ms)^trap 'exit 143' TERM.*^python3 -m extras\.preflight ", script):
                 yield "no preflight, or one that ignores signals"
             if "|| { [ $? = 2 ] && exit 2; exit 143; }" not in re.sub(r"\s+", " ", script):
                 yield "a preflight that fails by no fault of the user's is final"
