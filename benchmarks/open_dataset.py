@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import run
+from common.data.clusters import open_clusters
 from common.data.collators import MaskingCollator
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan, Position
@@ -37,7 +38,6 @@ from common.data.token_store import open_split
 from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.baselines import Baselines
-from extras.prepare.clusters import open_clusters
 from extras.prepare.dataset_writer import (
     ROWS_PER_BATCH,
     TOKEN_FEATURES,

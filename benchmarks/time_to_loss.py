@@ -30,9 +30,9 @@ from benchmarks.loss_curves import Curve, Tuned, draw, last_loss, table, verdict
 from benchmarks.measuring import PreparedFlags, completed, publish, say, torchrun, where_measured, words
 from benchmarks.recipes import CPU_PLANS, DECISIVE_PLANS, DECISIVE_RECIPES, SMALL_PLAN, Plan
 from common.cli import UserError, run
+from common.data.clusters import DIRECTORY as CLUSTERS
 from common.files.json_files import read_json, read_json_lines
 from common.flags import Missing, flag, parse_arguments
-from extras.prepare.clusters import DIRECTORY as CLUSTERS
 
 EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is that
 of the hidden residues: 15 % of the residues are selected, and 80 % of those become <mask>. A loss is reached where the

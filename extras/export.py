@@ -25,7 +25,7 @@ from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
 from common.files.json_files import check_type, shorten
 from common.files.runs import final_model_of, list_checkpoints
-from common.models.layers.hf_directory import Training
+from common.models.layers.model_card import Training
 from common.models.registry import FAMILIES, Family, family_of
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE

@@ -25,8 +25,10 @@ from common.models.esm2.alphabet import VOCAB_SIZE
 from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
-from common.models.layers.hf_directory import Export, check_finite, check_tensors, write_directory
+from common.models.layers.hf_directory import check_finite, check_tensors
 from common.models.layers.initialise import count_parameters
+from common.models.layers.model_card import Export
+from common.models.layers.write_directory import write_directory
 from extras.export import check_free
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
-from common.files.runs import METRICS, read_run_info
+from common.files.runs import BASELINES, METRICS, read_run_info
 from common.training.curves import PlotLabels, draw_curves, read_results
-from common.training.verdict import BASELINES, held_out_key, held_out_prefixes, verdicts
+from common.training.verdict import held_out_key, held_out_prefixes, verdicts
 
 NAMES = {"unigram": "unigram predictor", "neighbours": "neighbour predictor"}
 

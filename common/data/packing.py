@@ -54,7 +54,7 @@ class PlanStatistics:
 
 
 class Clusters(Protocol):
-    """Groups of records, of each of which an epoch has one member (extras.prepare.clusters)."""
+    """Groups of records, of each of which an epoch has one member (common.data.clusters)."""
 
     @property
     def num_records(self) -> int: ...

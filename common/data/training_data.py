@@ -15,6 +15,7 @@ import numpy as np
 
 from common.cli import UserError
 from common.data import TokenSet
+from common.data.clusters import cluster_numbers, open_clusters
 from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates, SlicingCollator
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches, uneven
@@ -123,8 +124,6 @@ class PreparedData(PlannedData):
         }
         clusters = None
         if flags.sample_clusters:
-            from extras.prepare.clusters import open_clusters
-
             clusters = open_clusters(self.directory / "train", len(self.store))
             self.identity["sample_clusters"] = clusters.content[:16]
         self.plan = BatchPlan(
@@ -149,8 +148,6 @@ class PreparedData(PlannedData):
             raise
 
     def clusters(self, split: str) -> np.ndarray | None:
-        from extras.prepare.clusters import cluster_numbers
-
         store = self.held_out(split)
         if split in self.flags.eval_sets or store is None:
             return None

@@ -9,6 +9,8 @@ from pathlib import Path
 FINAL_MODEL = "final_model"
 METRICS = "metrics.jsonl"
 RUN_INFO = "run_info.json"  # the title of the curves, and the first step of each start
+# Of results: (key, name) of what a model is compared with, the weaker first.
+BASELINES = (("unigram", "their frequencies"), ("neighbours", "their neighbours"))
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 

@@ -175,7 +175,7 @@ def set_matmuls(model: Model, plan: Plan, make: Callable[[Recipe, int, int], Cal
 
 
 class ByExpert:
-    """Takes the place of `common.models.layers.grouped.grouped_linear`: a matmul for each expert."""
+    """Takes the place of `extras.decoders.grouped.grouped_linear`: a matmul for each expert."""
 
     def __init__(self, matmuls: list[Callable[..., Tensor]]):
         self.matmuls = matmuls

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.files.json_files import read_json_lines
-from common.files.runs import METRICS, read_run_info
-from common.training.verdict import BASELINES, held_out_key, held_out_prefixes
+from common.files.runs import BASELINES, METRICS, read_run_info
+from common.training.verdict import held_out_key, held_out_prefixes
 
 COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:pink")  # of held-out sets
 FEW = 50  # rows: up to here points are drawn, too

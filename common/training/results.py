@@ -19,14 +19,14 @@ from common.data.training_data import PlannedData, TrainingData
 from common.distributed.world import World
 from common.files.runs import FINAL_MODEL, resolve_directory
 from common.flags import flat
-from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
+from common.models.layers.model_card import Training
+from common.software import software
 from common.training.arguments import RunArguments
 from common.training.evaluation import Evaluator
 from common.training.progress import RunPlan, TrainerState
 from common.training.resume import short_identity
 from common.training.run_logger import RunLogger
-from common.training.software import software
 from common.training.task import BuiltModel, Task
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
-from common.models.layers.hf_directory import Training
+from common.models.layers.model_card import Training
 from common.models.layers.residual import Model
 from common.precision.build import Precision
 from common.training.arguments import RunArguments

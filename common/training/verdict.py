@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-# (key, name) of what a model is compared with, the weaker first.
-BASELINES = (("unigram", "their frequencies"), ("neighbours", "their neighbours"))
+from common.files.runs import BASELINES
 
 
 def verdict(results: dict, prefix: str = "eval") -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.files.json_files import replace_flushed
-from common.training.verdict import BASELINES
+from common.files.runs import BASELINES
 from extras.compare.runs import Group, Run
 from extras.report import NAMES
 

@@ -21,11 +21,11 @@ from common.models.layers import cpu
 from common.models.layers.attention import has_varlen_kernel, rotate, rotated_attention
 from common.models.layers.context_attention import CpLayout, context_attention
 from common.models.layers.cpu import device_type
-from common.models.layers.grouped import grouped_linear
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
 from common.models.layers.residual import begin as begin  # layers_te has its own
 from extras.decoders.config import DecoderConfig
+from extras.decoders.grouped import grouped_linear
 
 TOKENS = 1  # the number of tokens of a pass is a multiple of it
 

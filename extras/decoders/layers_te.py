@@ -41,7 +41,7 @@ class GroupedLinear(te.GroupedLinear):
         self.matrices: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-        """As `common.models.layers.grouped.grouped_linear`, of as many rows an expert as `sizes` has."""
+        """As `extras.decoders.grouped.grouped_linear`, of as many rows an expert as `sizes` has."""
         self.matrices = weight.chunk(self.num_gemms)
         try:
             return super().forward(x, sizes)

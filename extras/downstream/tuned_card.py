@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from common.models.layers.model_card import rows as table_rows
 from common.models.registry import Family
-from common.training.software import software
+from common.software import software
 from extras.downstream.labels import TaskSpec
 from extras.downstream.metrics import about_intervals, shown
-from extras.model_card import rows as table_rows
 
 
 def card_of(family: Family, task: TaskSpec, results: dict[str, Any], lora_r: int | None) -> str:

@@ -24,9 +24,9 @@ import pyarrow.parquet
 
 from common.cli import UserError, log_every, one_line
 from common.data import Gaps
+from common.data.clusters import DIRECTORY, Clusters
 from common.files.hashing import hash_bytes
 from common.files.json_files import sync, sync_directory
-from extras.prepare.clusters import DIRECTORY, Clusters
 from extras.prepare.output_directory import Build
 from extras.prepare.partitions import boot_id
 from extras.prepare.splits import SPLITS, Buckets, draw_splits, join, without_copies, write_indices

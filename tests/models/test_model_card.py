@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, EsmForMaskedLM
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import ADAPTER, KEPT, NOT_FITTED
 from common.models.esm2.model import build_model
-from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
-from common.training.software import commit
+from common.models.layers.model_card import Training
+from common.software import commit
 from extras.decoders.config import DecoderConfig
 from extras.decoders.family import FAMILY as DECODERS
 from extras.decoders.model import DecoderForCausalLM

@@ -21,7 +21,8 @@ from common.cli import UserError
 from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, Esm2Config
 from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
-from common.models.layers.hf_directory import Training, read_tensors
+from common.models.layers.hf_directory import read_tensors
+from common.models.layers.model_card import Training
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
 logger = logging.getLogger(__name__)

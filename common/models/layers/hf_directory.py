@@ -1,25 +1,19 @@
-"""Directories of `transformers`: config.json, weights and model card, read and written a tensor at a time.
+"""Read directories of `transformers`: config.json and weights, a tensor at a time, when it is asked for.
 
-A model of many gigabytes is never whole in memory here: tensors are read when asked for, and written in files of at
-most SHARD_BYTES. Each family knows its tensors. The model card holds nothing of a user's text and no path:
-only numbers, hashes, and names that this program knows.
+Each family knows its tensors. `write_directory` writes such directories.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from common.cli import UserError, one_line
@@ -29,7 +23,6 @@ from common.files.json_files import (
     is_plain_name,
     open_regular,
     read_json,
-    replace_directory,
     shorten,
 )
 from common.files.runs import resolve_directory
@@ -155,7 +148,6 @@ def load_config(name: str, read: Callable[[Path], Config], given: str, built_in:
         ) from error
 
 
-SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
 
@@ -296,111 +288,3 @@ def _weight_files(root: Path) -> list[Path]:
                 hint = f"; a checkpoint of a run: python -m extras.export {root} OUT makes a model of it"
             raise UserError(f"{root / name}: no such file; weights are read from safetensors only{hint}")
     return [root / name for name in names]
-
-
-CARD = "README.md"
-HASH = re.compile(r"[0-9a-f]{16,64}(-\d+)?")  # and a number of records
-
-
-@dataclass(frozen=True)
-class Training:
-    """How the weights were trained, for the model card; None: unknown.
-
-    steps, tokens: trained, 0 for weights exported as they were given; data: the training data's identity; start:
-    --model_name_or_path, "" for random weights; contacts: hashes of the chains that a contact head was fitted on;
-    flags, results: of the run, values of any type.
-    """
-
-    steps: int | None = None
-    tokens: int | None = None
-    data: str | None = None
-    start: str | None = None
-    contacts: tuple[str, ...] = ()
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    results: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of_state(cls, state: Any) -> Training:
-        """From a run's trainer_state.json; a value of the wrong type is unknown."""
-        state = _object(state)
-        steps, tokens = (n if type(n := state.get(name)) is int and n >= 0 else None for name in ("step", "tokens"))
-        data = _object(state.get("data")).get("dataset")
-        start = _object(state.get("arguments")).get("model_name_or_path", ...)
-        return cls(
-            steps,
-            tokens,
-            data if steps and isinstance(data, str) and HASH.fullmatch(data) else None,
-            start if isinstance(start, str) else "" if start is None else None,
-            flags=_object(state.get("arguments")) if steps else {},
-        )
-
-
-UNKNOWN = Training()
-
-
-def _object(value: Any) -> dict:
-    return value if isinstance(value, dict) else {}
-
-
-@dataclass(frozen=True)
-class Export:
-    """What is written into a model's directory.
-
-    config: of ours, with `architecture` and `to_transformers`; tags: the Hub's, its pipeline's first;
-    expected: every tensor, on the meta device, in the order in which they come; parameters: their number as the card
-    has it; finish: writes the tokenizer's files into the directory, and returns {heading: text} for the end of the
-    card, if any; published: names of weights that the card may mention as the starting point; opened_by: what reads
-    the directory, where transformers has no such class ("": transformers).
-    """
-
-    config: Any
-    tags: tuple[str, ...]
-    expected: Mapping[str, Tensor]
-    parameters: int
-    finish: Callable[[Path], Mapping[str, str] | None]
-    training: Training = UNKNOWN
-    published: Collection[str] = ()
-    opened_by: str = ""
-
-
-def write_directory(
-    pieces: Iterable[tuple[str, Tensor]], export: Export, directory: Path, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write a directory that transformers' from_pretrained opens offline, tensors in fp32.
-
-    The directory appears when it is complete and flushed; an existing one is replaced.
-    """
-    with replace_directory(directory) as partial:
-        _write(pieces, export, partial, shard_bytes)
-
-
-def _write(pieces: Iterable[tuple[str, Tensor]], export: Export, partial: Path, shard_bytes: int) -> None:
-    stock = export.config.to_transformers()  # the loaded one may name another class and dtype
-    stock.architectures, stock.dtype = [export.config.architecture], "float32"
-    stock.save_pretrained(partial)
-    files = _file_of_each(export.expected, shard_bytes)
-    for file, group in groupby(pieces, lambda piece: files[piece[0]]):
-        path = partial / file
-        save_file({name: tensor.detach().to("cpu", torch.float32) for name, tensor in group}, path, {"format": "pt"})
-        path.chmod(partial.stat().st_mode & 0o666)  # safetensors creates files readable by their owner only
-    if len(written := set(files.values())) > 1:
-        total = sum((partial / file).stat().st_size for file in written)
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-    notes = export.finish(partial) or {}
-    from extras.model_card import card
-
-    (partial / CARD).write_text(card(export, notes), encoding="utf-8")
-
-
-def _file_of_each(tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, str]:
-    """{tensor: file}, in the order they come; file names as transformers gives them."""
-    shard, size, shards = 0, 0, {}
-    for name, tensor in tensors.items():
-        if size and size + 4 * tensor.numel() > shard_bytes:
-            shard, size = shard + 1, 0
-        shards[name] = shard
-        size += 4 * tensor.numel()
-    if shard == 0:
-        return dict.fromkeys(tensors, "model.safetensors")
-    return {name: f"model-{n + 1:05d}-of-{shard + 1:05d}.safetensors" for name, n in shards.items()}

@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 from common.models.layers.hf_directory import (
-    SHARD_BYTES,
-    UNKNOWN,
-    Export,
-    Training,
     check_finite,
     check_tensors,
     is_checkpoint,
     local_directory,
     read_tensors,
-    write_directory,
 )
+from common.models.layers.model_card import UNKNOWN, Export, Training
 from common.models.layers.residual import Model
+from common.models.layers.write_directory import SHARD_BYTES, write_directory
 
 Pieces = Iterator[tuple[str, Tensor]]
 

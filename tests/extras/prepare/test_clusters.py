@@ -16,11 +16,11 @@ import pyarrow.parquet
 import pytest
 
 from common.cli import UserError
+from common.data.clusters import Clusters, cluster_numbers, open_clusters
 from common.data.packing import BatchPlan, Position
 from common.files.hashing import hash_bytes
 from extras.prepare import cluster_splits, splits
 from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
-from extras.prepare.clusters import Clusters, cluster_numbers, open_clusters
 from extras.prepare.splits import _fitting
 from tests.data_fixtures import TOKENIZE, call, different, everything_in
 from tests.training_fixtures import losses, train

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
+from common.data.clusters import open_clusters
 from common.models.esm2.alphabet import encode
 from extras.prepare import duplicates
-from extras.prepare.clusters import open_clusters
 from extras.prepare.duplicates import QUANTILES, find_copies, length_quantiles
 from extras.prepare.encode import KEY, hash_records
 from extras.prepare.splits import SPLITS

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
+from common.data.clusters import open_clusters
 from common.models.esm2.alphabet import TOKENS
 from extras.prepare.cluster_splits import numbers, write_numbered
-from extras.prepare.clusters import open_clusters
 from tests.data_fixtures import TOKENIZE, call
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"

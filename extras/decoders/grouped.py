@@ -6,13 +6,17 @@ So a compiled layer with experts is one graph, whatever the router chooses. On a
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.models.layers.compiling import OPERATORS
 from common.models.layers.cpu import device_type
 from common.models.layers.linear import gradients, linear
 
+OPERATORS.append(sys.modules[__name__])
 ALIGNED = 8  # bf16 numbers in 16 bytes: what rows of grouped_mm's operands are multiples of
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
+from torch import Tensor
 
-from common.models.layers.hf_directory import Export
-from common.training.software import software
-from common.training.verdict import BASELINES
+from common.files.runs import BASELINES
+from common.software import software
 
 # Flags of a run whose values, numbers or a choice of these, a card shows.
 FLAGS = (
@@ -25,6 +27,70 @@ FLAGS = (
 OPTIMISERS = ("adamw_torch_fused", "muon")
 SPLITS = {"eval": "validation", "test": "test"}
 LICENSE = "unknown"  # an identifier of the Hub's
+
+
+HASH = re.compile(r"[0-9a-f]{16,64}(-\d+)?")  # and a number of records
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the weights were trained, for the model card; None: unknown.
+
+    steps, tokens: trained, 0 for weights exported as they were given; data: the training data's identity; start:
+    --model_name_or_path, "" for random weights; contacts: hashes of the chains that a contact head was fitted on;
+    flags, results: of the run, values of any type.
+    """
+
+    steps: int | None = None
+    tokens: int | None = None
+    data: str | None = None
+    start: str | None = None
+    contacts: tuple[str, ...] = ()
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    results: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_state(cls, state: Any) -> Training:
+        """From a run's trainer_state.json; a value of the wrong type is unknown."""
+        state = _object(state)
+        steps, tokens = (n if type(n := state.get(name)) is int and n >= 0 else None for name in ("step", "tokens"))
+        data = _object(state.get("data")).get("dataset")
+        start = _object(state.get("arguments")).get("model_name_or_path", ...)
+        return cls(
+            steps,
+            tokens,
+            data if steps and isinstance(data, str) and HASH.fullmatch(data) else None,
+            start if isinstance(start, str) else "" if start is None else None,
+            flags=_object(state.get("arguments")) if steps else {},
+        )
+
+
+UNKNOWN = Training()
+
+
+def _object(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is written into a model's directory.
+
+    config: of ours, with `architecture` and `to_transformers`; tags: the Hub's, its pipeline's first;
+    expected: every tensor, on the meta device, in the order in which they come; parameters: their number as the card
+    has it; finish: writes the tokenizer's files into the directory, and returns {heading: text} for the end of the
+    card, if any; published: names of weights that the card may mention as the starting point; opened_by: what reads
+    the directory, where transformers has no such class ("": transformers).
+    """
+
+    config: Any
+    tags: tuple[str, ...]
+    expected: Mapping[str, Tensor]
+    parameters: int
+    finish: Callable[[Path], Mapping[str, str] | None]
+    training: Training = UNKNOWN
+    published: Collection[str] = ()
+    opened_by: str = ""
 
 
 def card(export: Export, notes: Mapping[str, str]) -> str:
@@ -100,7 +166,8 @@ def front_matter(export: Export, start: str | None) -> list[str]:
 def number(results: Mapping[str, Any], name: str) -> float | None:
     """A result, if it is a finite number."""
     value = results.get(name)
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
 
 
 def shown_results(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.models.layers.cpu import as_on_a_gpu
-from common.models.layers.grouped import grouped_linear
+from extras.decoders.grouped import grouped_linear
 
 COUNTS, INPUTS, OUTPUTS = (5, 0, 16, 1), 24, 40
 

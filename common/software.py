@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "esm2-pretraining"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
