@@ -13,7 +13,7 @@ docs/after.md has more.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import csv
 import json
 import logging

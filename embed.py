@@ -12,7 +12,7 @@ again, on any number of ranks, the same command resumes. docs/after.md has more.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import logging
 import os
 from pathlib import Path

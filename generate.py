@@ -11,7 +11,7 @@ conversation. Text appears as it is generated. docs/after.md has more.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import logging
 import sys
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ OUTPUT_DIR gets predictions.csv and results.json. docs/after.md has more.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import csv
 import json
 import logging

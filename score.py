@@ -12,7 +12,7 @@ wild_type_marginal: without masks, one pass a protein. Above zero the model pref
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import csv
 import json
 import logging

@@ -9,7 +9,7 @@ python train_ddp.py            a short run on generated proteins: configs/sanity
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 from dataclasses import dataclass
 
 from common.cli import UserError, run

@@ -8,7 +8,7 @@ torchrun --nproc_per_node=2 train_ddp_cp.py      a short run on generated protei
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 from dataclasses import dataclass
 
 from common.cli import run

@@ -7,7 +7,7 @@ torchrun --nproc_per_node=8 train_mfsdp.py --config_name facebook/esm2_t33_650M_
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 from collections.abc import Iterator
 from dataclasses import dataclass
 

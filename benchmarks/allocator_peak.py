@@ -8,7 +8,7 @@ Writes OUT.RANK, a number. Saving and exporting count too where they hold more t
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import os
 import runpy
 import sys

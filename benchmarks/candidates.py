@@ -9,7 +9,7 @@ wins over several seeds by more than noise becomes a flag; docs/optimisation.md 
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import runpy
 import sys
 from collections.abc import Callable

@@ -12,7 +12,7 @@ measurement is a fresh process, rounds are interleaved, and the median is report
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import ast
 import importlib.util
 import json

@@ -8,7 +8,7 @@ left out of the speed; the data are prepared once, by the earlier commit.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import json
 import os
 import re

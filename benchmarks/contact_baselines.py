@@ -9,7 +9,7 @@ contacts away; and a contact head learns from its own chains how contacts depend
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,7 +10,7 @@ thread, of CPU time, the best of the rounds. In brackets: what a training run ta
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import os
 import time
 from dataclasses import dataclass

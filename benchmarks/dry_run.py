@@ -8,7 +8,7 @@ behind the tests' stand-ins for CUDA and NCCL.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import importlib
 import os
 import tempfile

@@ -9,7 +9,7 @@ are any, the scales' update. With statistics (--quant_stats) it is the same step
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import statistics
 import time
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ backend in fp32, so that nothing else differs. As a yardstick the runs are made 
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import copy
 from dataclasses import dataclass
 

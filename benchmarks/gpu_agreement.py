@@ -11,7 +11,7 @@ scales. The table is written after every row; a row that fails costs itself only
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import logging
 import tempfile
 from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ cell.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ rest of the wall time, which the profiler itself lengthens.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import re
 import tempfile
 from collections import Counter

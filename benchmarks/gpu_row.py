@@ -10,7 +10,7 @@ Prints a line of JSON, on rank 0.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import importlib
 import json
 import os

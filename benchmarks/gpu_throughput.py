@@ -15,7 +15,7 @@ The table and its JSON are written after every row, the most telling sizes come 
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import json
 import tempfile
 import time

@@ -14,7 +14,7 @@ Differences are those to BF16 of the same seed; their noise is over the seeds.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import json
 import math
 import statistics

@@ -12,7 +12,7 @@ run's. Two plans that differ less at that step, on one seed, cannot be distingui
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import shutil
 import sys
 import tempfile

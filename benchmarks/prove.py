@@ -11,7 +11,7 @@ itself only. On two CPU cores it takes a few minutes; on a GPU, layers are compi
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import json
 import os
 import signal

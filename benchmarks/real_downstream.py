@@ -10,7 +10,7 @@ distribution's setup.py. Beside each model stand untrained ones of its size.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import argparse
 import hashlib
 import json

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

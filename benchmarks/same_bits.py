@@ -9,7 +9,7 @@ anything differs. Runs give --warmup_steps, whose default in short runs has chan
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import gzip
 import hashlib
 import json

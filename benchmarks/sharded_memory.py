@@ -10,7 +10,7 @@ few thousand parameters takes (Python, torch, data) is subtracted. Freed memory 
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import os
 import subprocess
 import tempfile

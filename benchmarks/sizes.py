@@ -9,7 +9,7 @@ estimate.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

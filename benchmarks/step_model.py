@@ -10,7 +10,7 @@ attention, bytes that all other kernels move, kernels and waits for the device; 
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache

@@ -17,7 +17,7 @@ The decisive runs, for a machine with GPUs and UniRef50 as step 1 leaves it; `--
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import json
 import shlex
 import shutil

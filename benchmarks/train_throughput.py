@@ -11,7 +11,7 @@ process, rounds are interleaved, and the median is reported.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 from dataclasses import dataclass
 from itertools import islice
 

@@ -8,7 +8,7 @@ beyond that of the inputs.
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import os
 from dataclasses import dataclass
 

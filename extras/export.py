@@ -26,7 +26,7 @@ from common.distributed.world import World
 from common.files.json_files import check_type, shorten
 from common.files.runs import final_model_of, list_checkpoints
 from common.models.layers.model_card import Training
-from common.models.registry import FAMILIES, Family, family_of
+from common.models.registry import Family, families, family_of
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE
 from common.training.checkpoint_reader import StoredTensors
@@ -113,7 +113,7 @@ def _family(checkpoint: Path) -> Family:
     """UserError if this version cannot read its model."""
     model, listed = files.read_manifest(checkpoint)
     model_type = model.get("model_type")
-    family = family_of(model_type if isinstance(model_type, str) and model_type in FAMILIES else "esm")
+    family = family_of(model_type if isinstance(model_type, str) and model_type in families() else "esm")
     if family.task == "mlm" and model.get("alphabet") != family.alphabet:
         raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
     if CONFIG not in listed:

@@ -9,7 +9,7 @@ machine that stays as fast as it is now; --stop_after_minutes, which the file ke
 
 from __future__ import annotations
 
-import common  # noqa: F401  # isort: skip  (before torch: see there)
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import logging
 import math
 import time

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import extras  # noqa: F401  (hands its catalogue to the core)
 from tests.forked import serve
 from tests.slow import NODE_IDS
 

@@ -23,6 +23,7 @@ from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import TokenStore, open_split
 from common.distributed.world import Mesh, World
+from common.hooks import extra
 from common.shapes import most_predicted, sequences_of_packs
 
 logger = logging.getLogger(__name__)
@@ -183,9 +184,7 @@ def open_data(
 ) -> ProteinData:
     """The data of a run; collective. UserError if they cannot be trained on or, with `evaluate`, evaluated on."""
     if flags.dataset or flags.eval_dataset:
-        from extras.sources.streamed_data import open_files
-
-        return open_files(flags, tokens, world, evaluate, makers or {})
+        return extra().open_files(flags, tokens, world, evaluate, makers or {})
     with world.raise_together():
         data = PreparedData(flags, tokens)
         if evaluate:

@@ -1,4 +1,4 @@
-"""The families of models: ESM-2, Llama, ... A family is a folder with a `family.py`, and a line in FAMILIES.
+"""The families of models: ESM-2, Llama, ... A family is a folder with a `family.py`, and a line in `families`.
 
 A family's `family.py` defines FAMILY, a `Family`. It is imported when its family is asked for: an ESM-2 run imports no
 decoder. CONTRIBUTING.md says how to add one.
@@ -19,22 +19,13 @@ from common.cli import UserError
 from common.data import TokenSet
 from common.distributed.world import World
 from common.files.runs import resolve_directory
+from common.hooks import extra
 from common.models.layers.hf_directory import read_config
 from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
-# config.json's model_type, in lower case: the module that defines FAMILY
-FAMILIES = {
-    "esm": "common.models.esm2.family",
-    "llama": "extras.decoders.family",
-    "mistral": "extras.decoders.family",
-    "mixtral": "extras.decoders.family",
-    "esmc": "extras.esmc.family",
-    "amplify": "extras.amplify.family",
-}
+FAMILIES = {"esm": "common.models.esm2.family"}  # of the core; `families` has the extras', too
 NO_STOCK = "transformers has no class for models of this family: it cannot be fine-tuned"
-# Beginning of names on the Hub: their model_type. Other names are ESM-2's, unless --model_type says otherwise.
-HUB_NAMES = {"biohub/ESMC-": "esmc", "chandar-lab/AMPLIFY_": "amplify"}
 
 
 @dataclass(frozen=True)
@@ -111,24 +102,29 @@ class Family(ABC):
         raise UserError(NO_STOCK)
 
 
+def families() -> dict[str, str]:
+    """config.json's model_type, in lower case: the module that defines FAMILY."""
+    return FAMILIES | extra().families()
+
+
 def family_of(model_type: str) -> Family:
     """The family of a config.json's model_type. KeyError if there is none."""
-    return import_module(FAMILIES[str(model_type).lower()]).FAMILY
+    return import_module(families()[str(model_type).lower()]).FAMILY
 
 
 def encoders() -> list[str]:
     """The model_type of each family of masked language modelling."""
-    return [model_type for model_type in FAMILIES if family_of(model_type).task == "mlm"]
+    return [model_type for model_type in families() if family_of(model_type).task == "mlm"]
 
 
 def encoder_family(name: str, model_type: str | None = None) -> Family:
-    """The masked-language-modelling family: of a directory by its config.json, of a name by HUB_NAMES, else that of
-    model_type; ESM-2 without one.
+    """The masked-language-modelling family: of a directory by its config.json, of a name by how it begins, else that
+    of model_type; ESM-2 without one.
 
     ESM-2's loader reports what is wrong with a directory that no family can read.
     """
     if not Path(name).is_dir():
-        known = (kind for beginning, kind in HUB_NAMES.items() if name.startswith(beginning))
+        known = (kind for beginning, kind in extra().hub_names().items() if name.startswith(beginning))
         return family_of(next(known, model_type or "esm"))
     try:
         family = family_of(read_config(resolve_directory(name) / "config.json")["model_type"])

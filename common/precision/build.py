@@ -14,6 +14,7 @@ from torch import Tensor
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
+from common.hooks import extra
 from common.models.layers.linear import RoundedWeights
 from common.models.layers.residual import Model
 from common.precision.plan import Plan, PrecisionFlags, check_device, check_dimensions, describe, formats, resolve
@@ -168,10 +169,7 @@ def start_te_stats(flags: PrecisionFlags, plan: Plan | None, world: World, direc
     """Transformer Engine's statistics, if asked for: before the layers are built, which register with it."""
     if plan is None or directory is None or flags.emulate_precision:
         return None
-    from extras.quant_stats.stats_plan import select
-    from extras.quant_stats.stats_te import TeStats
-
-    return TeStats(select(flags, plan), plan, world, directory)
+    return extra().te_statistics(flags, plan, world, directory)
 
 
 def set_formats(
@@ -182,9 +180,7 @@ def set_formats(
         return Precision()
     rest = "BF16" if flags.bf16 else "FP32"
     if flags.fp8_scaled_mm:
-        from extras.scaled_mm import use_scaled_mm
-
-        use_scaled_mm(model, plan, world)
+        extra().scaled_matmuls(model, plan, world)
         logger.info("Precision:\n%s", describe(plan, rest))
         return Precision(plan, rest)
     if not flags.emulate_precision:
@@ -197,11 +193,6 @@ def set_formats(
     from common.precision.emulation import Emulation
 
     emulation = Emulation(model, plan, seed, world.device, world.size, world.cp_group)
-    stats = None
-    if flags.quant_stats:
-        from extras.quant_stats.stats import QuantStats
-        from extras.quant_stats.stats_plan import select
-
-        stats = QuantStats(emulation, select(flags, plan), world)
+    stats = extra().emulated_statistics(flags, plan, world, emulation) if flags.quant_stats else None
     logger.info("Emulated precision:\n%s", describe(plan, rest))
     return Precision(plan, rest, emulation, stats=stats)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from common.cli import UserError
 from common.flags import Flags, Missing, flag
+from common.hooks import extra
 
 ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
 NAMES = {ADA: "Ada", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
@@ -178,9 +179,7 @@ class PrecisionFlags(Flags):
         recipes(self)
         self.require_at_least(1, "quant_stats_freq")
         if self.quant_stats_file is not None:
-            from extras.quant_stats.stats_plan import read_file
-
-            read_file(self.quant_stats_file)
+            extra().check_statistics(self.quant_stats_file)
 
     def torch_only(self) -> tuple[str, ...]:
         """Those that are given and only the torch backend can honour."""

@@ -16,6 +16,7 @@ from common.data.flags import StepFlags
 from common.distributed.run import ProcessFlags
 from common.distributed.strategy import StrategyFlags
 from common.flags import Flags, Missing, flag
+from common.hooks import extra
 from common.models.layers.backend import BackendFlags
 from common.models.registry import Family
 from common.precision.plan import PrecisionFlags
@@ -261,9 +262,7 @@ class RunArguments(Flags, ABC):
                 f"multiple of {2 * cp_size}"
             )
         if self.hub_model_id is not None:
-            from extras.push_to_hub import check_push
-
-            check_push(self.hub_model_id)
+            extra().check_push(self.hub_model_id)
         if self.find.find_learning_rate and self.dry_run.dry_run:
             raise UserError("--find_learning_rate and --dry_run exclude each other")
         if cp_size > 1 and self.precision.fp8_params:

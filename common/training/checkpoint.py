@@ -40,6 +40,7 @@ from common.distributed.run import exit_if_peer_lost, is_peer_lost
 from common.distributed.world import PeerFailed, World
 from common.files.json_files import size_and_crc, sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag
+from common.hooks import extra
 from common.training import checkpoint_files as files
 from common.training.checkpoint_files import reason_of
 from common.training.checkpoint_metadata import METADATA, OLD_METADATA, Writer
@@ -226,9 +227,7 @@ class Checkpointer:
         write_json_flushed(partial / CONFIG, self.config.content(), sort_keys=True)
         self._write_manifest(step, partial, checksums)
         if self.flags.save_hf:
-            from extras.export import add_model
-
-            add_model(partial, self.tokenizer)
+            extra().add_model(partial, self.tokenizer)
             self._write_manifest(step, partial, checksums)  # config.json is another
         sync_directory(partial)
         partial.rename(final)

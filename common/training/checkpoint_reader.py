@@ -32,6 +32,7 @@ from torch.futures import Future
 
 from common.cli import UserError, one_line
 from common.files.json_files import file_size, open_regular, read_limited, shorten
+from common.hooks import extra
 from common.training.checkpoint_files import Corrupt, read_manifest
 from common.training.checkpoint_metadata import (
     DTYPES,
@@ -92,9 +93,7 @@ class Reader(dcp.FileSystemReader):
             data = read_limited(path, min(LARGEST, shards))
             if path.name == METADATA:
                 return decode(json.loads(data), self.sizes)
-            from extras.pickled_metadata import content_of_pickle
-
-            return decode(content_of_pickle(data), self.sizes)
+            return decode(extra().pickled_metadata(data), self.sizes)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: refused: {one_line(error)}") from error
 

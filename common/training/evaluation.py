@@ -16,6 +16,7 @@ from common import console
 from common.data.collators import Batch, to_device
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.hooks import extra
 from common.training.protein_losses import Evaluation, ProteinLosses
 from common.training.task import Task
 
@@ -45,9 +46,7 @@ class Evaluator:
         self._downstream = None
         self._last_downstream: dict[int, dict] = {}  # {step: results}
         if task.flags.downstream.given:
-            from extras.downstream.in_loop import Downstream
-
-            self._downstream = Downstream(task)
+            self._downstream = extra().downstream(task)
 
     def has(self, split: str) -> bool:
         """Whether there is anything to evaluate on."""

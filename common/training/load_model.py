@@ -16,6 +16,7 @@ from common.distributed.fsdp import copy_to_shard
 from common.distributed.world import World
 from common.files.runs import resolve_directory
 from common.flags import flat, with_flags
+from common.hooks import extra
 from common.models.layers.compiling import check_cuda_graphs, compile_layers, keep_addresses
 from common.models.layers.context_attention import enable_context_parallel
 from common.models.layers.hf_directory import is_checkpoint
@@ -102,10 +103,9 @@ def load_model(
     built = BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, one_shape=one_shape, **chosen)
     if graphs and backend == "te":
         from common.training.registry import task_of
-        from extras.te_graphs import record_run
 
         with world.raise_together():
-            record_run(task_of(args)(built, args, world))
+            extra().record_graphs(task_of(args)(built, args, world))
     return built
 
 

@@ -19,6 +19,7 @@ from common.distributed.stopping import Preempted
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import flat
+from common.hooks import extra
 from common.models.layers.compiling import FirstStep
 from common.training.arguments import RunArguments
 from common.training.best import Best
@@ -44,15 +45,11 @@ def train(args: RunArguments, build: Build) -> None:
     """Train as the flags say; or estimate the memory of such a run (--dry_run), or find a learning rate for it."""
     args = args.with_pack(build)
     if args.dry_run.dry_run:
-        from extras.dry_run.dry_run import dry_run
-
-        return dry_run(args, build)
+        return extra().dry_run(args, build)
     with distributed_run(args.process) as world:
-        if not args.find.find_learning_rate:
-            return run_training(args, build, world)
-        from extras.find_learning_rate.search import find_learning_rate
-
-        return find_learning_rate(args, build, world)
+        if args.find.find_learning_rate:
+            return extra().find_learning_rate(args, build, world)
+        return run_training(args, build, world)
 
 
 def run_training(args: RunArguments, build: Build, world: World) -> None:

@@ -33,6 +33,7 @@ from common.data.training_data import (
 )
 from common.distributed.world import World
 from common.flags import Missing
+from common.hooks import extra
 from common.models.esm2.family import ModelFlags
 from common.models.registry import Family, encoder_family
 from common.shapes import filled_up
@@ -69,9 +70,7 @@ class TrainArguments(RunArguments):
     def with_pack(self, build: Build) -> TrainArguments:
         if self.data.tokens_per_pack != "auto":
             return self
-        from extras.dry_run.auto_pack import largest_that_fits
-
-        return largest_that_fits(self, build)
+        return extra().largest_pack(self, build)
 
     @property
     def batch(self) -> tuple[int, str]:
@@ -105,9 +104,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
 
     def _make_sample(self) -> Path:
         """Generate proteins for --dataset sample."""
-        from extras.prepare.sample import SAMPLE, make_sample
-
-        return make_sample(Path(self.flags.checkpoint.output_dir) / SAMPLE)
+        return extra().make_sample(Path(self.flags.checkpoint.output_dir))
 
     def example(self, tokens: int) -> Batch:
         pack = Pack.of_length(tokens, self.flags.data.max_seq_length)

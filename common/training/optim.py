@@ -16,6 +16,7 @@ from common.cli import UserError
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import flag
+from common.hooks import extra
 from common.models.layers.residual import Block
 from common.training.schedule import ScheduleFlags
 
@@ -85,19 +86,17 @@ def build_optimizer(
     matrices: `Model.hidden_matrices`; bf16: whether the run computes in it.
     """
     if flags.optim == "muon":
-        from extras.muon import Muon
-
         if not matrices:
             raise UserError("--optim muon: this family does not name its hidden matrices: leave adamw_torch_fused")
-        return Muon(weights, matrices, flags, strategy, world, torch.bfloat16 if bf16 else torch.float32)
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        return extra().optimizer("muon")(weights, matrices, flags, strategy, world, dtype)
     if flags.triton_adamw and not world.is_dry_run:  # the same state
         if find_spec("triton") is None:
             raise UserError("--triton_adamw: Triton is not installed; CUDA builds of torch bring it: drop the flag")
         if any(p.device.type != "cuda" or p.dtype != torch.float32 for p in weights.parameters()):
             raise UserError("--triton_adamw: it updates fp32 weights on a GPU, and not all are: drop the flag")
-        from extras.triton_adamw import TritonAdamW
-
-        return TritonAdamW(adamw_groups(weights.parameters(), flags), lr=flags.learning_rate, fused=True)
+        groups = adamw_groups(weights.parameters(), flags)
+        return extra().optimizer("triton_adamw")(groups, lr=flags.learning_rate, fused=True)
     return build_adamw(weights.parameters(), flags)
 
 

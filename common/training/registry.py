@@ -20,7 +20,8 @@ from common.cli import UserError
 from common.distributed.strategy import StrategyFlags
 from common.files.runs import resolve_directory
 from common.flags import changed_defaults, flag_specs, flat, is_file_of_flags, parse_arguments, read_file_of_flags
-from common.models.registry import FAMILIES, family_of
+from common.hooks import extra
+from common.models.registry import families, family_of
 from common.training.arguments import RunArguments
 from common.training.task import Task
 
@@ -52,9 +53,7 @@ def task_of(args: RunArguments) -> type[Task]:
         from common.training.masked_lm import MaskedLM
 
         return MaskedLM
-    from extras.decoders.causal_lm import CausalLM
-
-    return CausalLM
+    return extra().causal_task()
 
 
 def arguments_of(strategy: type[StrategyFlags], task: str) -> RunArguments:
@@ -63,9 +62,7 @@ def arguments_of(strategy: type[StrategyFlags], task: str) -> RunArguments:
         from common.training.masked_lm import TrainArguments
 
         return TrainArguments(strategy=strategy())
-    from extras.decoders.causal_arguments import CausalArguments
-
-    return CausalArguments(strategy=strategy())
+    return extra().causal_arguments()(strategy=strategy())
 
 
 def parse_run(
@@ -80,9 +77,7 @@ def parse_run(
     words = argv or [str(sanity)]
     task = task_name(words)
     if task == "clm":
-        from extras.decoders.causal_arguments import without_comments
-
-        words = without_comments(words)
+        words = extra().causal_words(words)
     args = parse_arguments(description, arguments_of(strategy, task), words, partial(_instead, strategy, task))
     if not argv and os.environ.get("RANK", "0") == "0":
         script, file = os.path.basename(sys.argv[0]), os.path.relpath(sanity)
@@ -124,11 +119,7 @@ def with_named_config(argv: list[str]) -> list[str]:
 
 def _instead(strategy: type[StrategyFlags], task: str, word: str) -> str:
     """What to give in place of an unknown word of a command line; "" if neither a task nor another program has it."""
-    if said := _of_other_task(strategy, task, word.partition("=")[0]):
-        return said
-    from extras.migrate import hint, script_with
-
-    return hint(word) or script_with(word.partition("=")[0], task)
+    return _of_other_task(strategy, task, word.partition("=")[0]) or extra().foreign_flag(word, task)
 
 
 def _of_other_task(strategy: type[StrategyFlags], task: str, option: str) -> str:
@@ -160,7 +151,7 @@ def task_name(words: list[str]) -> str:
         if task not in TASKS:
             raise UserError(f"--task {task}: choose {', '.join(TASKS)}")
         return task
-    if (model_type := str(given.get("model_type"))) in FAMILIES:
+    if (model_type := str(given.get("model_type"))) in families():
         return family_of(model_type).task
     if not given.keys().isdisjoint(("model", "model_type")):
         return "clm"

@@ -19,6 +19,7 @@ from common.data.training_data import PlannedData, TrainingData
 from common.distributed.world import World
 from common.files.runs import FINAL_MODEL, resolve_directory
 from common.flags import flat
+from common.hooks import extra
 from common.models.layers.initialise import count_parameters
 from common.models.layers.model_card import Training
 from common.software import software
@@ -221,6 +222,4 @@ def export_model(
     if task.flags.hub_model_id:
         with world.on_main_rank() as is_main:
             if is_main:
-                from extras.push_to_hub import push
-
-                push(directory, task.flags.hub_model_id)
+                extra().push(directory, task.flags.hub_model_id)

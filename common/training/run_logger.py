@@ -25,6 +25,7 @@ from common.distributed.world import World
 from common.files.json_files import JsonLinesLog, read_json_lines, write_json
 from common.files.runs import METRICS, RUN_INFO, read_run_info
 from common.flags import Flags, flag
+from common.hooks import extra
 from common.training.curves import draw_curves
 from common.training.protein_losses import ProteinLosses, write_losses
 from common.training.verdict import held_out_key, verdicts
@@ -223,11 +224,9 @@ class RunLogger:
         """Open the tracker of --report_to, on all ranks together; see `open_tracker`. config: all flags of the run."""
         if self.flags.report_to == "none":
             return
-        from extras.trackers import open_tracker
-
         with self.world.on_main_rank() as is_main:
             if is_main:
-                self.tracker = open_tracker(self.flags, config, self.output_dir, first_row, anew)
+                self.tracker = extra().open_tracker(self.flags, config, self.output_dir, first_row, anew)
 
     def begin(
         self,
@@ -253,9 +252,7 @@ class RunLogger:
         self._held_out = next((row[key] for row in reversed(earlier) if key in row), None)
         self.tracker.resume(self.output_dir / METRICS)
         if quant_stats_in:
-            from extras.quant_stats.stats_plan import FILE
-
-            self.quant_stats = JsonLinesLog(quant_stats_in / FILE, step)
+            self.quant_stats = JsonLinesLog(quant_stats_in / extra().statistics_file(), step)
 
     def row(self, row: dict) -> None:
         """Write a row of metrics.jsonl."""
@@ -279,10 +276,8 @@ class RunLogger:
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """Write a step's rows of quant_stats.jsonl, if any."""
         if rows and self.quant_stats is not None:
-            from extras.quant_stats.stats import scalars
-
             self.quant_stats.write(*rows)
-            self.tracker.write(scalars(rows))
+            self.tracker.write(extra().statistics_scalars(rows))
 
     def draw(self) -> None:
         """Draw the curves in a background thread, at most once a minute; the main rank only."""

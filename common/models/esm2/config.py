@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from common.cli import UserError
 from common.files.json_files import shorten
+from common.hooks import extra
 from common.models.esm2 import alphabet
 from common.models.layers import hf_directory
 from common.models.layers.hf_directory import (
@@ -72,9 +73,7 @@ class Esm2Config:
         """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
         content = read_config(path)
         if content.get("model_type") == "nv_esm":
-            from extras.nv_esm import stock_config
-
-            content = stock_config(content)
+            content = extra().recipe_config(content)
         return cls.of(content)
 
     @classmethod

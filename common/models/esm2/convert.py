@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
+from common.hooks import extra
 from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, Esm2Config
 from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
@@ -139,9 +140,7 @@ class Esm2Adapter(StateDictAdapter):
         root, theirs = read_tensors(name)
         _check_vocabulary(root / "vocab.txt")
         if "lm_head.decoder.layer_norm_weight" in theirs:
-            from extras import nv_esm
-
-            return nv_esm.pieces(theirs, config, str(root)), {}
+            return extra().recipe_pieces(theirs, config, str(root)), {}
         return self.from_hf(theirs, config, str(root))
 
     def constants(self, config: Esm2Config) -> dict[str, Tensor]:

@@ -17,13 +17,14 @@ import torch
 from common.cli import UserError
 from common.distributed.world import World
 from common.flags import Missing, flag
+from common.hooks import extra
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
 from common.models.layers.backend import STOCK, BackendFlags, Heads, check_device, choose_backend
 from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
-from common.models.registry import FAMILIES, Family, ModelSpec, encoder_family, encoders, family_of
+from common.models.registry import Family, ModelSpec, encoder_family, encoders, families, family_of
 
 ONLY_GELU = {"te": "tanh", **dict.fromkeys(STOCK, "exact")}  # backends with one kind
 
@@ -131,7 +132,7 @@ class ModelFlags(BackendFlags):
 
 def encoder_named(model_type: str) -> Family:
     """The family of --model_type. UserError unless it is one of masked language modelling."""
-    if model_type not in FAMILIES or (family := family_of(model_type)).task != "mlm":
+    if model_type not in families() or (family := family_of(model_type)).task != "mlm":
         raise UserError(f"--model_type {model_type}: is no encoder here: choose {', '.join(encoders())}")
     return family
 
@@ -173,9 +174,7 @@ class Esm2(Family):
 
         flags, bf16 = args.model, args.precision.bf16
         if flags.tokenizer_name:
-            from extras.prepare.encode import check_tokenizer
-
-            check_tokenizer(flags.tokenizer_name)
+            extra().check_tokenizer(flags.tokenizer_name)
         config = load_config(flags.config_name or flags.model_name_or_path)
         if flags.config_overrides:
             config = override(config, flags.config_overrides)
@@ -196,16 +195,9 @@ class Esm2(Family):
         bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
         residual = torch.bfloat16 if bf16_residual else torch.float32
         make: Callable[[], Model] = partial(Esm2ForMaskedLM, config, backend, residual)
-        if backend in STOCK:
-            from extras import hf_backend
-
-            lines.append(hf_backend.check(args, world))
-            make = partial(hf_backend.StockEsm, config, STOCK[backend])
-        if flags.fused_gelu:
-            from extras import fused_gelu
-
-            lines.append(fused_gelu.check(args, config, gelu, world))
-            make = partial(fused_gelu.with_fused_gelu, make)
+        if backend in STOCK or flags.fused_gelu:
+            make, said = extra().esm2_layers(args, config, backend, gelu, world, make)
+            lines += said
         remarks = tuple(line for line in lines if line)
         return ModelSpec(config, backend, why, gelu, remarks, make, read, attention, bf16_residual)
 

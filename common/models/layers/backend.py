@@ -17,6 +17,7 @@ import torch
 from common.cli import UserError, one_line
 from common.distributed.world import World
 from common.flags import Flags, flag
+from common.hooks import extra
 
 STOCK = {"hf": "sdpa", "hf_flash": "flash_attention_2"}  # {backend: attention of transformers' layers}
 BACKENDS = ("auto", "te", "torch", *STOCK)
@@ -84,9 +85,7 @@ class BackendFlags(Flags):
             return "", ""
         if world.is_dry_run:  # computes nothing
             return "", ""
-        from extras.flash_attention import choose_kernels
-
-        return choose_kernels(self.flash_attention, heads, world.device, shared=world.cp_size > 1)
+        return extra().attention_kernels(self.flash_attention, heads, world.device, shared=world.cp_size > 1)
 
     def compiles(self, device: torch.device, backend: str) -> tuple[bool, str | None]:
         """Whether the layers are compiled, and a remark where no flag says it: on a GPU eager ones move more than

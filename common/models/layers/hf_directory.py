@@ -26,6 +26,7 @@ from common.files.json_files import (
     shorten,
 )
 from common.files.runs import resolve_directory
+from common.hooks import extra
 
 Config = TypeVar("Config")
 
@@ -125,11 +126,9 @@ def load_config(name: str, read: Callable[[Path], Config], given: str, built_in:
     if not directory.is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
         raise UserError(f"{given}: no such model: neither a directory nor one of {known}{hint}")
     if directory.is_dir() and not path.is_file():
-        from extras import recipe_checkpoint
-
-        if not recipe_checkpoint.weight_files(directory):
+        if not extra().recipe_files(directory):
             raise UserError(f"{given}: this directory has no config.json: give one written by save_pretrained")
-        path = recipe_checkpoint.config_file(directory)
+        path = extra().recipe_config_file(directory)
     try:
         if not directory.is_dir():
             from huggingface_hub import hf_hub_download
@@ -174,9 +173,7 @@ def model_files(name_or_path: str) -> list[Path]:
     root = local_directory(name_or_path)
     others = [root / name for name in ("config.json", "vocab.txt", INDEX)]
     if files := _recipe_files(root):
-        from extras import recipe_checkpoint
-
-        return [recipe_checkpoint.config_file(root), *files]
+        return [extra().recipe_config_file(root), *files]
     return [*(path for path in others if path.is_file()), *_weight_files(root)]
 
 
@@ -191,14 +188,12 @@ def model_hash(name_or_path: str) -> str:
 def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
     """(where they are, the tensors) of a local directory's safetensors, or of a Hub repository's.
 
-    Also those of a checkpoint of the recipe (extras.recipe_checkpoint).
+    Also those of a checkpoint of NVIDIA's recipe.
     """
     root = local_directory(directory)
     theirs: dict[str, Tensor] = {}
     if _recipe_files(root):
-        from extras import recipe_checkpoint
-
-        return root, recipe_checkpoint.read(root)
+        return root, extra().recipe_tensors(root)
     for path in _weight_files(root):
         try:
             open_regular(path, follow_links=True).close()
@@ -258,9 +253,7 @@ def _recipe_files(root: Path) -> list[Path]:
     """The files with the weights of a checkpoint of the recipe; [] for any other directory or with safetensors."""
     if any(os.path.lexists(root / name) for name in ("model.safetensors", INDEX)):
         return []
-    from extras.recipe_checkpoint import weight_files
-
-    return weight_files(root)
+    return extra().recipe_files(root)
 
 
 def _weight_files(root: Path) -> list[Path]:

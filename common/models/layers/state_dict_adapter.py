@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.hooks import extra
 from common.models.layers.hf_directory import (
     check_finite,
     check_tensors,
@@ -94,9 +95,7 @@ class StateDictAdapter(ABC):
     def read(self, name: str, config: Any) -> tuple[Pieces, dict[str, Tensor]]:
         """As `from_hf`, of a local directory's safetensors, of a run's checkpoint, or of a Hub repository's."""
         if is_checkpoint(root := local_directory(name)):
-            from extras.export import read_checkpoint
-
-            read, extras = read_checkpoint(root, config)
+            read, extras = extra().read_checkpoint(root, config)
             ours = (name for name, _ in self.parts(config))
             return ((name, check_finite(name, read(name), str(root)).float()) for name in ours), extras
         return self.read_published(str(root), config)

@@ -1,0 +1,147 @@
+"""The points at which a run may ask for an extra.
+
+The core imports no extra. `import extras`, with which every script begins, hands in extras/catalogue.py: a module with
+a function for each point of `Catalogue`, which imports what it needs when it is called. So a run loads the extras that
+its flags ask for, and no others. The core calls `extra().NAME(...)`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Catalogue(Protocol):
+    """What the core may ask for, by what it is for. Arguments and results are as the function behind each has them."""
+
+    # ---- arguments: the command line ----
+
+    def causal_task(self) -> type:
+        """--task clm: the task of decoders."""
+
+    def causal_arguments(self) -> type:
+        """Its flags."""
+
+    def causal_words(self, words: list[str]) -> list[str]:
+        """Its command line without the guides' comments."""
+
+    def foreign_flag(self, word: str, task: str) -> str:
+        """What to give in place of another program's flag; "" if it is none."""
+
+    def check_tokenizer(self, name: str) -> None:
+        """--tokenizer_name of an encoder."""
+
+    # ---- models ----
+
+    def families(self) -> dict[str, str]:
+        """config.json's model_type: the module that defines FAMILY."""
+
+    def hub_names(self) -> dict[str, str]:
+        """Beginning of names on the Hub: their model_type."""
+
+    def esm2_layers(
+        self, args: Any, config: Any, backend: str, gelu: str, world: Any, make: Any
+    ) -> tuple[Any, list[str | None]]:
+        """--backend hf, --fused_gelu: (what makes the model, lines for the log)."""
+
+    def recipe_config(self, content: dict) -> dict:
+        """config.json of a model of NVIDIA's recipe, as transformers has it."""
+
+    def recipe_pieces(self, tensors: Any, config: Any, where: str) -> Any:
+        """Its weights, by our names."""
+
+    def recipe_files(self, directory: Path) -> list[Path]:
+        """The files with the weights of one of its checkpoints; [] of any other directory."""
+
+    def recipe_config_file(self, directory: Path) -> Path:
+        """config.json of such a checkpoint."""
+
+    def recipe_tensors(self, directory: Path) -> dict:
+        """Its weights."""
+
+    # ---- data ----
+
+    def open_files(self, flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict) -> Any:
+        """--dataset, --eval_dataset: proteins of files, read in place."""
+
+    def make_sample(self, output_dir: Path) -> Path:
+        """--dataset sample: generated proteins."""
+
+    # ---- speed: kernels and optimisers ----
+
+    def attention_kernels(self, asked: str, heads: Any, device: Any, shared: bool) -> tuple[str, str]:
+        """--flash_attention on a GPU."""
+
+    def optimizer(self, name: str) -> Any:
+        """The class of --optim, or of a flag that has AdamW made otherwise."""
+
+    def record_graphs(self, task: Any) -> None:
+        """--cuda_graphs of Transformer Engine's layers."""
+
+    def scaled_matmuls(self, model: Any, plan: Any, world: Any) -> None:
+        """--fp8_scaled_mm."""
+
+    # ---- statistics of quantisation ----
+
+    def check_statistics(self, file: str) -> None:
+        """--quant_stats_file."""
+
+    def te_statistics(self, flags: Any, plan: Any, world: Any, directory: Path) -> Any:
+        """--quant_stats of Transformer Engine's layers."""
+
+    def emulated_statistics(self, flags: Any, plan: Any, world: Any, emulation: Any) -> Any:
+        """--quant_stats of emulated layers."""
+
+    def statistics_file(self) -> str:
+        """The name of their file."""
+
+    def statistics_scalars(self, rows: list[dict]) -> dict:
+        """What a tracker gets of a step's rows."""
+
+    # ---- tracker, downstream evaluation, plans ----
+
+    def open_tracker(self, flags: Any, config: dict, output_dir: Path, first_row: int | None, anew: bool) -> Any:
+        """--report_to."""
+
+    def downstream(self, task: Any) -> Any:
+        """--eval_contacts, --eval_mutations, --eval_probe."""
+
+    def dry_run(self, args: Any, build: Any) -> None:
+        """--dry_run."""
+
+    def largest_pack(self, args: Any, build: Any) -> Any:
+        """--tokens_per_pack auto."""
+
+    def find_learning_rate(self, args: Any, build: Any, world: Any) -> None:
+        """--find_learning_rate."""
+
+    # ---- export, and checkpoints of other forms ----
+
+    def add_model(self, checkpoint: Path, tokenizer: Any) -> None:
+        """--save_hf."""
+
+    def read_checkpoint(self, directory: Path, config: Any) -> tuple[Any, dict]:
+        """--model_name_or_path of a run's checkpoint."""
+
+    def pickled_metadata(self, data: bytes) -> dict:
+        """A checkpoint whose metadata are pickled, read without unpickling."""
+
+    def check_push(self, name: str) -> None:
+        """--hub_model_id."""
+
+    def push(self, directory: Path, name: str) -> None:
+        """--hub_model_id, once the model is exported."""
+
+
+_handed_in: list[Catalogue] = []
+
+
+def hand_in(catalogue: Catalogue) -> None:
+    """The catalogue of this process."""
+    _handed_in[:] = [catalogue]
+
+
+def extra() -> Catalogue:
+    """The catalogue that was handed in."""
+    assert _handed_in, "nothing was handed in: import extras first"
+    return _handed_in[0]

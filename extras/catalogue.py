@@ -1,0 +1,252 @@
+"""The extras that a run may ask for, by the points of common.hooks.Catalogue. Each is imported when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# ---- arguments: the command line ----
+
+
+def causal_task() -> type:
+    from extras.decoders.causal_lm import CausalLM
+
+    return CausalLM
+
+
+def causal_arguments() -> type:
+    from extras.decoders.causal_arguments import CausalArguments
+
+    return CausalArguments
+
+
+def causal_words(words: list[str]) -> list[str]:
+    from extras.decoders.causal_arguments import without_comments
+
+    return without_comments(words)
+
+
+def foreign_flag(word: str, task: str) -> str:
+    from extras.migrate import hint, script_with
+
+    return hint(word) or script_with(word.partition("=")[0], task)
+
+
+def check_tokenizer(name: str) -> None:
+    from extras.prepare import encode
+
+    encode.check_tokenizer(name)
+
+
+# ---- models ----
+
+
+def families() -> dict[str, str]:
+    return {
+        **dict.fromkeys(("llama", "mistral", "mixtral"), "extras.decoders.family"),
+        "esmc": "extras.esmc.family",
+        "amplify": "extras.amplify.family",
+    }
+
+
+def hub_names() -> dict[str, str]:
+    return {"biohub/ESMC-": "esmc", "chandar-lab/AMPLIFY_": "amplify"}
+
+
+def esm2_layers(
+    args: Any, config: Any, backend: str, gelu: str, world: Any, make: Callable[[], Any]
+) -> tuple[Callable[[], Any], list[str | None]]:
+    from common.models.layers.backend import STOCK
+
+    said: list[str | None] = []
+    if backend in STOCK:
+        from extras import hf_backend
+
+        said.append(hf_backend.check(args, world))
+        make = partial(hf_backend.StockEsm, config, STOCK[backend])
+    if args.model.fused_gelu:
+        from extras import fused_gelu
+
+        said.append(fused_gelu.check(args, config, gelu, world))
+        make = partial(fused_gelu.with_fused_gelu, make)
+    return make, said
+
+
+def recipe_config(content: dict) -> dict:
+    from extras.nv_esm import stock_config
+
+    return stock_config(content)
+
+
+def recipe_pieces(tensors: Mapping[str, Any], config: Any, where: str) -> Any:
+    from extras.nv_esm import pieces
+
+    return pieces(tensors, config, where)
+
+
+def recipe_files(directory: Path) -> list[Path]:
+    from extras.recipe_checkpoint import weight_files
+
+    return weight_files(directory)
+
+
+def recipe_config_file(directory: Path) -> Path:
+    from extras.recipe_checkpoint import config_file
+
+    return config_file(directory)
+
+
+def recipe_tensors(directory: Path) -> dict:
+    from extras.recipe_checkpoint import read
+
+    return read(directory)
+
+
+# ---- data ----
+
+
+def open_files(flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict) -> Any:
+    from extras.sources import streamed_data
+
+    return streamed_data.open_files(flags, tokens, world, evaluate, makers)
+
+
+def make_sample(output_dir: Path) -> Path:
+    from extras.prepare import sample
+
+    return sample.make_sample(output_dir / sample.SAMPLE)
+
+
+# ---- speed: kernels and optimisers ----
+
+
+def attention_kernels(asked: str, heads: Any, device: Any, shared: bool) -> tuple[str, str]:
+    from extras.flash_attention import choose_kernels
+
+    return choose_kernels(asked, heads, device, shared)
+
+
+def optimizer(name: str) -> Any:
+    if name == "muon":
+        from extras.muon import Muon
+
+        return Muon
+    assert name == "triton_adamw", name
+    from extras.triton_adamw import TritonAdamW
+
+    return TritonAdamW
+
+
+def record_graphs(task: Any) -> None:
+    from extras.te_graphs import record_run
+
+    record_run(task)
+
+
+def scaled_matmuls(model: Any, plan: Any, world: Any) -> None:
+    from extras.scaled_mm import use_scaled_mm
+
+    use_scaled_mm(model, plan, world)
+
+
+# ---- statistics of quantisation ----
+
+
+def check_statistics(file: str) -> None:
+    from extras.quant_stats.stats_plan import read_file
+
+    read_file(file)
+
+
+def te_statistics(flags: Any, plan: Any, world: Any, directory: Path) -> Any:
+    from extras.quant_stats.stats_plan import select
+    from extras.quant_stats.stats_te import TeStats
+
+    return TeStats(select(flags, plan), plan, world, directory)
+
+
+def emulated_statistics(flags: Any, plan: Any, world: Any, emulation: Any) -> Any:
+    from extras.quant_stats.stats import QuantStats
+    from extras.quant_stats.stats_plan import select
+
+    return QuantStats(emulation, select(flags, plan), world)
+
+
+def statistics_file() -> str:
+    from extras.quant_stats.stats_plan import FILE
+
+    return FILE
+
+
+def statistics_scalars(rows: list[dict]) -> dict:
+    from extras.quant_stats.stats import scalars
+
+    return scalars(rows)
+
+
+# ---- tracker, downstream evaluation, plans ----
+
+
+def open_tracker(flags: Any, config: dict, output_dir: Path, first_row: int | None, anew: bool) -> Any:
+    from extras import trackers
+
+    return trackers.open_tracker(flags, config, output_dir, first_row, anew)
+
+
+def downstream(task: Any) -> Any:
+    from extras.downstream.in_loop import Downstream
+
+    return Downstream(task)
+
+
+def dry_run(args: Any, build: Any) -> None:
+    from extras.dry_run import dry_run
+
+    dry_run.dry_run(args, build)
+
+
+def largest_pack(args: Any, build: Any) -> Any:
+    from extras.dry_run.auto_pack import largest_that_fits
+
+    return largest_that_fits(args, build)
+
+
+def find_learning_rate(args: Any, build: Any, world: Any) -> None:
+    from extras.find_learning_rate import search
+
+    search.find_learning_rate(args, build, world)
+
+
+# ---- export, and checkpoints of other forms ----
+
+
+def add_model(checkpoint: Path, tokenizer: Any) -> None:
+    from extras import export
+
+    export.add_model(checkpoint, tokenizer)
+
+
+def read_checkpoint(directory: Path, config: Any) -> tuple[Any, dict]:
+    from extras import export
+
+    return export.read_checkpoint(directory, config)
+
+
+def pickled_metadata(data: bytes) -> dict:
+    from extras.pickled_metadata import content_of_pickle
+
+    return content_of_pickle(data)
+
+
+def check_push(name: str) -> None:
+    from extras import push_to_hub
+
+    push_to_hub.check_push(name)
+
+
+def push(directory: Path, name: str) -> None:
+    from extras import push_to_hub
+
+    push_to_hub.push(directory, name)
