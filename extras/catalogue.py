@@ -62,15 +62,15 @@ def esm2_layers(
 
     said: list[str | None] = []
     if backend in STOCK:
-        from extras import hf_backend
+        import extras.hf_backend
 
-        said.append(hf_backend.check(args, world))
-        make = partial(hf_backend.StockEsm, config, STOCK[backend])
+        said.append(extras.hf_backend.check(args, world))
+        make = partial(extras.hf_backend.StockEsm, config, STOCK[backend])
     if args.model.fused_gelu:
-        from extras import fused_gelu
+        import extras.fused_gelu
 
-        said.append(fused_gelu.check(args, config, gelu, world))
-        make = partial(fused_gelu.with_fused_gelu, make)
+        said.append(extras.fused_gelu.check(args, config, gelu, world))
+        make = partial(extras.fused_gelu.with_fused_gelu, make)
     return make, said
 
 
@@ -190,9 +190,9 @@ def statistics_scalars(rows: list[dict]) -> dict:
 
 
 def open_tracker(flags: Any, config: dict, output_dir: Path, first_row: int | None, anew: bool) -> Any:
-    from extras import trackers
+    import extras.trackers
 
-    return trackers.open_tracker(flags, config, output_dir, first_row, anew)
+    return extras.trackers.open_tracker(flags, config, output_dir, first_row, anew)
 
 
 def downstream(task: Any) -> Any:
@@ -223,15 +223,15 @@ def find_learning_rate(args: Any, build: Any, world: Any) -> None:
 
 
 def add_model(checkpoint: Path, tokenizer: Any) -> None:
-    from extras import export
+    import extras.export
 
-    export.add_model(checkpoint, tokenizer)
+    extras.export.add_model(checkpoint, tokenizer)
 
 
 def read_checkpoint(directory: Path, config: Any) -> tuple[Any, dict]:
-    from extras import export
+    import extras.export
 
-    return export.read_checkpoint(directory, config)
+    return extras.export.read_checkpoint(directory, config)
 
 
 def pickled_metadata(data: bytes) -> dict:
@@ -241,12 +241,12 @@ def pickled_metadata(data: bytes) -> dict:
 
 
 def check_push(name: str) -> None:
-    from extras import push_to_hub
+    import extras.push_to_hub
 
-    push_to_hub.check_push(name)
+    extras.push_to_hub.check_push(name)
 
 
 def push(directory: Path, name: str) -> None:
-    from extras import push_to_hub
+    import extras.push_to_hub
 
-    push_to_hub.push(directory, name)
+    extras.push_to_hub.push(directory, name)

@@ -10,7 +10,6 @@ is in the temporary directory meanwhile. Runs in one process without a GPU, and 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -31,6 +30,7 @@ from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE
 from common.training.checkpoint_reader import StoredTensors
 from common.training.resume import damage_of, newest_usable
+from extras.prepare.output_directory import check_free
 from extras.text.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -139,12 +139,6 @@ def read_checkpoint(checkpoint: Path, config: Any) -> tuple[Callable[[str], Tens
     return lambda name: stored.read(MODEL + name), extras
 
 
-def check_free(directory: Path) -> None:
-    """UserError unless the directory is new or empty."""
-    if os.path.lexists(directory) and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UserError(f"{directory}: there is something already: name a directory that is still to be made")
-
-
 def main() -> None:
     usage = "python -m extras.export CHECKPOINT OUT [--format hf|nv_esm]"
     source, target, *flags = positional(__doc__, usage, 2, 4)
@@ -156,11 +150,11 @@ def main() -> None:
     made = [path for path in directory.parents if not path.exists()]
     try:
         if "nv_esm" in flags:
-            from extras import nv_esm
+            from extras.nv_esm import save
 
             with TemporaryDirectory(prefix="exported-") as temporary:
                 export(checkpoint, Path(temporary) / "model")
-                nv_esm.save(f"{temporary}/model", directory)
+                save(f"{temporary}/model", directory)
             form = "of the recipe"
         else:
             form = export(checkpoint, directory)

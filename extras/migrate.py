@@ -321,9 +321,9 @@ def check(made: Translation) -> None:
             import torch
 
             from common.distributed.world import World
-            from extras import hf_backend
+            from extras.hf_backend import check as check_backend
 
-            hf_backend.check(args, World(0, 0, 1, torch.device("cpu"), cp_size=args.process.cp_size))
+            check_backend(args, World(0, 0, 1, torch.device("cpu"), cp_size=args.process.cp_size))
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from common.models.layers.hf_directory import check_finite, check_tensors
 from common.models.layers.initialise import count_parameters
 from common.models.layers.model_card import Export
 from common.models.layers.write_directory import write_directory
-from extras.export import check_free
+from extras.prepare.output_directory import check_free
 
 logger = logging.getLogger(__name__)
 

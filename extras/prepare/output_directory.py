@@ -86,6 +86,12 @@ class Build:
         self.journal.note(key, value)
 
 
+def check_free(directory: Path) -> None:
+    """UserError unless the directory is new or empty."""
+    if os.path.lexists(directory) and not (directory.is_dir() and not any(directory.iterdir())):
+        raise UserError(f"{directory}: there is something already: name a directory that is still to be made")
+
+
 def read_record(directory: Path) -> dict | None:
     """The record of completion, {"made_from": ..., "results": ...}, or None."""
     try:

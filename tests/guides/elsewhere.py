@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from tests.data_fixtures import load_script
 from tests.guides.checks import Check, Here
 from tests.guides.session import ROOT
 from tests.slow import NODE_IDS
@@ -34,6 +35,16 @@ def differs(phrase: str, page: str = "docs/differences.md") -> Check:
     def check(here: Here) -> None:
         rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
         assert [line for line in rows if phrase in line.split(" | ")[0]], f"no row of {page} begins with {phrase}"
+
+    return check
+
+
+def made(*paths: str) -> Check:
+    """These jobs are there, as docs/make_guide_jobs.py makes them."""
+
+    def check(here: Here) -> None:
+        jobs = load_script("docs/make_guide_jobs.py").files()
+        assert {path: (ROOT / path).read_text() for path in paths} == {path: jobs[ROOT / path] for path in paths}
 
     return check
 

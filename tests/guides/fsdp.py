@@ -23,7 +23,7 @@ from tests.guides.checks import (
     typed,
     understands,
 )
-from tests.guides.elsewhere import differs, documented, held
+from tests.guides.elsewhere import differs, documented, held, made
 from tests.guides.images import builds
 
 FSDP_ECR = "123456789012.dkr.ecr.us-west-1.amazonaws.com/"
@@ -113,7 +113,7 @@ def rates_of_the_logs(here: Here) -> None:
 
 
 FSDP_EKS = {
-    1: Row("manifests of nine models", held("ops/test_guide_jobs.py::test_guide_jobs_have_the_guides_names")),
+    1: Row("manifests of nine models", made(*(f"kubernetes/{name}-fsdp.yaml" for name in NINE))),
     2: typed(
         "the cluster's credentials",
         "aws eks update-kubeconfig --name my-cluster\nkubectl config current-context",
@@ -258,10 +258,14 @@ FSDP_SLURM = {
         blocks=(1,),
     ),
     2: Row(
-        "a virtual environment, sourced",
-        held(
-            "ops/test_slurm.py::test_create_venv_leaves_the_shell_that_sources_it_as_it_is",
-            "ops/test_install.py::test_create_venv_warns_without_transformer_engine",
+        "a virtual environment, sourced: by install.sh, then activated",
+        all_of(
+            documented("slurm/create_venv.sh", "  ./install.sh || exit\n"),
+            documented("slurm/create_venv.sh", '/../.venv/bin/activate"'),
+            held(
+                "ops/test_slurm.py::test_create_venv_leaves_the_shell_that_sources_it_as_it_is",
+                "ops/test_install.py::test_create_venv_warns_without_transformer_engine",
+            ),
         ),
         ". ./create_venv.sh",
         blocks=(2,),
@@ -281,7 +285,7 @@ FSDP_SLURM = {
     ),
     5: typed("the Hub's token", "export HF_TOKEN=hf_token_of_the_user", blocks=(5, 9, 12)),
     6: Row("your own data by --dataset_path", own_dataset("--dataset_path")),
-    7: Row("jobs of nine models", held("ops/test_guide_jobs.py::test_guide_jobs_match_their_generator")),
+    7: Row("jobs of nine models", made(*(f"slurm/{name}-training.sbatch" for name in NINE))),
     8: typed(
         "the container's line, uncommented",
         f"grep -q '^#export CONTAINER_IMAGE=$(pwd)/pytorch-fsdp.sqsh$' llama3_1_8b-training.sbatch && {UNCOMMENT}",
