@@ -20,6 +20,7 @@ from common.cli import UserError
 from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES
 from common.training import run_directory
+from tests.data_fixtures import numbered, write_fasta
 from tests.forked import run_script
 from tests.patience import receive
 from tests.small_disk import fill, small_disk
@@ -198,8 +199,10 @@ def test_run_directory_lock_of_removed_file_is_taken_anew(tmp_path):
     other.join()
 
 
-def test_packs_per_step_not_divisible_by_ranks_is_refused(dataset, tmp_path):
-    message = refused(dataset, tmp_path / "out", nproc=2, packs_per_step=3)
+def test_packs_per_step_not_divisible_by_ranks_is_refused_of_streams(tmp_path):
+    """Their packs belong to ranks; prepared data take any number."""
+    fasta = write_fasta(tmp_path / "proteins.fasta", numbered(8))
+    message = refused(None, tmp_path / "out", nproc=2, packs_per_step=3, dataset=fasta)
     assert "3 packs" in message
     assert re.search(r"use 1, 3 ranks, or 2 or 4 packs", message), message
 
