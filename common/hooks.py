@@ -78,10 +78,16 @@ class Catalogue(Protocol):
     def record_graphs(self, task: Any) -> None:
         """--cuda_graphs of Transformer Engine's layers."""
 
+    # ---- number formats below bf16, and their statistics ----
+
+    def quantised(self, model: Any, plan: Any, quantise_weights: bool, key: int) -> Any:
+        """--fp8, --fp4: the layers of Transformer Engine."""
+
+    def emulation(self, model: Any, plan: Any, seed: int, device: Any, replicas: int, group: Any) -> Any:
+        """--emulate_precision."""
+
     def scaled_matmuls(self, model: Any, plan: Any, world: Any) -> None:
         """--fp8_scaled_mm."""
-
-    # ---- statistics of quantisation ----
 
     def check_statistics(self, file: str) -> None:
         """--quant_stats_file."""

@@ -145,13 +145,25 @@ def record_graphs(task: Any) -> None:
     record_run(task)
 
 
+# ---- number formats below bf16, and their statistics ----
+
+
+def quantised(model: Any, plan: Any, quantise_weights: bool, key: int) -> Any:
+    from extras.formats.te import Quantised
+
+    return Quantised(model, plan, quantise_weights, key)
+
+
+def emulation(model: Any, plan: Any, seed: int, device: Any, replicas: int, group: Any) -> Any:
+    from extras.formats.emulation import Emulation
+
+    return Emulation(model, plan, seed, device, replicas, group)
+
+
 def scaled_matmuls(model: Any, plan: Any, world: Any) -> None:
-    from extras.scaled_mm import use_scaled_mm
+    from extras.formats.scaled_mm import use_scaled_mm
 
     use_scaled_mm(model, plan, world)
-
-
-# ---- statistics of quantisation ----
 
 
 def check_statistics(file: str) -> None:

@@ -1,4 +1,4 @@
-"""Give a model's layers their number formats. Emulation, statistics and Transformer Engine are imported on request."""
+"""Give a model's layers their number formats: bf16 and fp32 here, those below by extras."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,11 @@ from common.models.layers.linear import RoundedWeights
 from common.models.layers.residual import Model
 from common.precision.plan import Plan, PrecisionFlags, check_device, check_dimensions, describe, formats, resolve
 
-if TYPE_CHECKING:
-    from common.precision.masters import Masters
-
 logger = logging.getLogger(__name__)
 
 
 class Quantiser(Protocol):
-    """What quantises a model's layers: common.precision.emulation, or Transformer Engine (common.precision.te)."""
+    """What quantises a model's layers: emulation, or Transformer Engine."""
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -34,6 +31,9 @@ class Quantiser(Protocol):
 
     def rescale_gradients(self, factor: float) -> None:
         """After a checkpoint is read: gradients are this many times as large as in the run that wrote it."""
+
+    def quantise_weights(self) -> Any:
+        """--fp8_params: cast the weights, which have their values now, to FP8. Returns their fp32 masters."""
 
     def begin_pack(self, step: int, pack: int, empty: bool) -> None:
         """Before the pass over a pack, numbered within the global step; empty: it holds fillers only."""
@@ -49,15 +49,15 @@ class Quantiser(Protocol):
 class Precision:
     """The formats of a model's layers, and the hooks that a step calls. Without a plan it does nothing.
 
-    stats: extras.quant_stats.stats.Statistics; masters: fp32 master weights of a model in FP8; rounded: bf16 copies of
-    fp32 weights.
+    stats: statistics of quantisation; masters: fp32 master weights of a model in FP8, by its quantiser; rounded: bf16
+    copies of fp32 weights.
     """
 
     plan: Plan | None = None
     rest: str = "BF16"  # the format of all other layers
     quantiser: Quantiser | None = None
     stats: Any = None
-    masters: Masters | None = None
+    masters: Any = None
     rounded: RoundedWeights | None = None
 
     @property
@@ -72,9 +72,7 @@ class Precision:
 
     def quantise_weights(self) -> Precision:
         """--fp8_params: cast the weights, which have their values now, to FP8, with fp32 masters."""
-        from common.precision.te import Quantised
-
-        assert isinstance(self.quantiser, Quantised)  # --emulate_precision excludes --fp8_params
+        assert self.quantiser  # --emulate_precision excludes --fp8_params
         return replace(self, masters=self.quantiser.quantise_weights())
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -184,15 +182,11 @@ def set_formats(
         logger.info("Precision:\n%s", describe(plan, rest))
         return Precision(plan, rest)
     if not flags.emulate_precision:
-        from common.precision.te import Quantised
-
         key = derive_key(seed, world.mesh.cp_rank, ROUNDING)  # ranks that share a pack hold different tokens
-        quantised = Quantised(model, plan, flags.fp8_params, key)
+        quantised = extra().quantised(model, plan, flags.fp8_params, key)
         logger.info("Precision:\n%s", describe(plan, "BF16"))
         return Precision(plan, quantiser=quantised, stats=te_stats)
-    from common.precision.emulation import Emulation
-
-    emulation = Emulation(model, plan, seed, world.device, world.size, world.cp_group)
+    emulation = extra().emulation(model, plan, seed, world.device, world.size, world.cp_group)
     stats = extra().emulated_statistics(flags, plan, world, emulation) if flags.quant_stats else None
     logger.info("Emulated precision:\n%s", describe(plan, rest))
     return Precision(plan, rest, emulation, stats=stats)

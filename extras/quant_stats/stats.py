@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from common.distributed.world import World
-from common.precision.emulation import Emulation
-from common.precision.formats import COLUMNS, E2M1, ROWS, Element, Quantized, blocked, element_of, quantize_operand
 from common.precision.plan import NVFP4BlockScaling, Plan, Recipe
+from extras.formats.casts import COLUMNS, E2M1, ROWS, Element, Quantized, blocked, element_of, quantize_operand
+from extras.formats.emulation import Emulation
 from extras.quant_stats.stats_plan import MODULES, OPERANDS, RECIPES, RESULTS, Key, Selection, split_stat
 
 # The matmuls that an operand enters, quantised along its columns and along its rows.

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.precision.formats import COLUMNS, ROWS, transformed
 from common.precision.plan import Plan
+from extras.formats.casts import COLUMNS, ROWS, transformed
 from extras.quant_stats.stats import Statistics
 from extras.quant_stats.stats_plan import MODULES, OPERANDS, RESULTS, Selection
 
@@ -76,7 +76,7 @@ class TeStats(Statistics):
 
     def inspect(self, layer: int, matmul: int, tensor: str, x, quantized) -> None:
         """Of one tensor, before the cast, [..., C], and after it (of an operand), in Transformer Engine's storage."""
-        from common.precision.te import stored
+        from extras.formats.te import stored
 
         if (matmul, tensor) == (_FC1, "dgrad") and layer not in self._past_fc2:
             self._past_fc2.add(layer)

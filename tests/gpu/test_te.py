@@ -20,8 +20,8 @@ from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.family import NO_KERNEL
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.recompute import save_activations
-from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from extras.formats.emulation import Emulation
 from tests.gpu import test_training
 from tests.gpu.test_training import on_gpu, relative
 from tests.models.reference import ours_like, packed, random_batch, reference_model
@@ -143,7 +143,7 @@ def test_sequences_of_a_pack_do_not_see_each_other():
 
 
 def test_recipes_have_the_fields_that_were_asked_for():
-    from common.precision.te import te_recipe
+    from extras.formats.te import te_recipe
 
     delayed = te_recipe(DelayedScaling("e4m3", margin=1, amax_history_len=16, amax_compute_algo="most_recent"))
     assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (1, 16, "most_recent")
@@ -165,7 +165,7 @@ def test_recipes_have_the_fields_that_were_asked_for():
 def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(name, forget, monkeypatch):
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     start = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
@@ -209,7 +209,7 @@ def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(nam
 @pytest.mark.parametrize("name", RECIPES)
 def test_fp8_training_stays_close_to_bf16_and_to_its_emulation(name):
     """STEPS steps: Transformer Engine in BF16, in FP8, and the torch backend that emulates FP8."""
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     start = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
     plan = (RECIPES[name],) * 2 + (None,)
@@ -238,7 +238,7 @@ def test_fp8_training_stays_close_to_bf16_and_to_its_emulation(name):
 
 @HOPPER
 def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monkeypatch, request):
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     plan = (RECIPES["delayed"], None, RECIPES["delayed"])
@@ -278,7 +278,7 @@ def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monke
 def test_layers_of_another_recipe_do_not_age_the_histories():
     """One row a step, the newest last, in whatever order the recipes come; the first is for the step to come. Scales
     follow the newest where that is asked for, beside a layer in BF16, too."""
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     # As long as Transformer Engine's default: it tells recipes apart by a name in which amax_compute_algo is not.
     delayed = replace(RECIPES["delayed"], amax_compute_algo="most_recent", amax_history_len=1024)
@@ -301,7 +301,7 @@ def test_layers_of_another_recipe_do_not_age_the_histories():
 @HOPPER
 @pytest.mark.parametrize("fp8", [False, True])
 def test_fsdp2_and_recomputation_change_nothing(fp8, forget):
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     batch = packed(random_batch(LENGTHS))
     start = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))

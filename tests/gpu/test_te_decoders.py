@@ -15,10 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common.models.layers.initialise import initialise
 from common.models.layers.recompute import save_activations
-from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from extras.decoders.config import PRESETS
 from extras.decoders.model import DecoderForCausalLM
+from extras.formats.emulation import Emulation
 from tests.gpu.test_te import HOPPER, SMALL, forget, loss_and_gradients, process_group  # noqa: F401 - a fixture
 from tests.gpu.test_training import relative
 
@@ -91,7 +91,7 @@ def test_matmuls_equal_the_emulation(name, preset, forget):  # noqa: F811
     """In fp32, where both quantise the same tensors: forward, and every gradient. A GPU's units keep fewer bits
     between partial sums, which moves a number over the edge between two neighbours now and then. Of Mixtral's four
     experts one gets no token, and the others get numbers that are no multiples of anything."""
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     skip_unless_here(RECIPES[name])
     start, quantised = model_of(preset, "torch"), model_of(preset, "te")
@@ -131,7 +131,7 @@ def test_matmuls_equal_the_emulation(name, preset, forget):  # noqa: F811
 def test_nans_hidden_by_nvfp4_matmuls_are_detected(forget):  # noqa: F811
     """A NaN among the gradients that attention hands back, and one in a weight. Over the stand-in, whose casts hide
     them, loss and gradients are finite; whether those of a GPU do is for one to say."""
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     skip_unless_here(RECIPES["nvfp4"])
     model = model_of("llama3_1_8b", "te")
@@ -161,7 +161,7 @@ def test_nans_hidden_by_nvfp4_matmuls_are_detected(forget):  # noqa: F811
 def test_pack_of_any_length_is_padded(preset, forget):  # noqa: F811
     """Fillers change neither loss nor gradients, but for the rounding of the other tokens; a router counts none. With
     experts the first is in fp32: another rounding sends a token to other experts now and then."""
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     (ours, model), found = (model_of(preset, backend) for backend in ("torch", "te")), []
     experts = bool(model.config.num_local_experts)
@@ -189,7 +189,7 @@ def test_pack_of_any_length_is_padded(preset, forget):  # noqa: F811
 @HOPPER
 @pytest.mark.parametrize(("preset", "fp8"), [(MODELS[0], False), (MODELS[0], True), (MODELS[1], True)])
 def test_fsdp2_and_recomputation_change_nothing(preset, fp8, forget):  # noqa: F811
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     start = model_of(preset, "te")
     with torch.no_grad():  # what bf16 holds: FSDP2 gathers weights in it, and FP8 numbers are made from those

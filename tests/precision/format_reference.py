@@ -1,6 +1,6 @@
 """The number formats by definition: nearest even among the numbers that a format can represent.
 
-Written from the specifications (see common/precision/formats.py), not from the code. Scales are computed in fp32, as
+Written from the specifications (see extras/formats/casts.py), not from the code. Scales are computed in fp32, as
 the specifications of NVFP4 and of Transformer Engine have it; all else is exact in float64. Tensors are fp32 [R, C];
 blocks are (rows, columns), those at the edges smaller.
 """

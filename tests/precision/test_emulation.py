@@ -10,13 +10,13 @@ from common.distributed.world import World
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.models.layers.linear import linear
-from common.precision import emulation as fake_quant
 from common.precision import plan as precision_plan
-from common.precision.emulation import Emulation
-from common.precision.formats import hadamard_matrix
 from common.precision.plan import PrecisionFlags
 from extras.decoders.config import DecoderConfig
 from extras.decoders.model import DecoderForCausalLM
+from extras.formats import emulation as fake_quant
+from extras.formats.casts import hadamard_matrix
+from extras.formats.emulation import Emulation
 from tests.precision import format_reference as reference
 from tests.training_fixtures import TINY_OVERRIDES, losses, train
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.files.hashing import hash_counters
-from common.precision import formats
+from extras.formats import casts as formats
 from tests.precision import format_reference as reference
 from tests.precision.samples import samples
 

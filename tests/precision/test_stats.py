@@ -11,8 +11,8 @@ import torch
 
 from common.cli import UserError
 from common.files.json_files import read_json_lines
-from common.precision.emulation import GRADIENT, INPUT, WEIGHT
 from common.precision.plan import PrecisionFlags
+from extras.formats.emulation import GRADIENT, INPUT, WEIGHT
 from extras.quant_stats.report import cells, draw
 from extras.quant_stats.stats import QuantStats, scalars
 from extras.quant_stats.stats_plan import PLAIN, QUANTISED, select

@@ -10,8 +10,8 @@ import torch
 from common.distributed.world import World
 from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from extras.formats.emulation import Emulation
 from tests.te_on_cpu import boot
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -71,7 +71,7 @@ def compare(capability: tuple[int, int], path: str) -> None:
     boot.start(capability)
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    from common.precision.te import Quantised
+    from extras.formats.te import Quantised
 
     found = {}
     for name, recipe in RECIPES.items():

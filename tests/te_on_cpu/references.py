@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.precision import formats
+from extras.formats import casts as formats
 from tests.precision.samples import samples
 from tests.te_on_cpu import boot
 

@@ -46,8 +46,8 @@ WHERE = ("layer", "module", "tensor", "gemms")
 
 def _rows_of_both(capability: tuple[int, int], directory: str, path: str) -> None:
     boot.start(capability)
-    from common.precision.emulation import Emulation
-    from common.precision.te import Quantised
+    from extras.formats.emulation import Emulation
+    from extras.formats.te import Quantised
     from extras.quant_stats.stats import QuantStats
     from extras.quant_stats.stats_plan import PrecisionFlags, select
     from extras.quant_stats.stats_te import TeStats

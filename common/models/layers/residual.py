@@ -36,7 +36,7 @@ def total(stream: Tensor | Stream) -> Tensor:
 
 
 class Layers(nn.ModuleList):
-    """quantised: Transformer Engine's autocast contexts (common.precision.te), or None."""
+    """quantised: Transformer Engine's autocast contexts (extras.formats.te), or None."""
 
     quantised: Any = None
 

@@ -23,7 +23,8 @@ from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
 from common.models.layers.linear import linear
 from common.models.layers.residual import Model
-from common.precision.formats import (
+from common.precision.plan import BlockScaling, DelayedScaling, NVFP4BlockScaling, Plan, Recipe
+from extras.formats.casts import (
     COLUMNS,
     GRADIENT,
     INPUT,
@@ -39,9 +40,8 @@ from common.precision.formats import (
     tensor_amax,
     transformed,
 )
-from common.precision.plan import BlockScaling, DelayedScaling, NVFP4BlockScaling, Plan, Recipe
 
-Factor = tuple[Tensor, Tensor]  # values, scale: see common.precision.formats
+Factor = tuple[Tensor, Tensor]  # values, scale: see extras.formats.casts
 
 
 class DelayedScales:

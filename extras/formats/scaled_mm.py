@@ -15,9 +15,9 @@ from torch import Tensor
 from common.cli import UserError
 from common.distributed.world import World
 from common.models.layers.residual import Model
-from common.precision.emulation import set_matmuls
-from common.precision.formats import GRADIENT, INPUT, WEIGHT, tensor_amax
 from common.precision.plan import CurrentScaling, Plan
+from extras.formats.casts import GRADIENT, INPUT, WEIGHT, tensor_amax
+from extras.formats.emulation import set_matmuls
 
 Operand = tuple[Tensor, Tensor]  # FP8 [R, C], and the fp32 scalar that its numbers are to be multiplied by
 
@@ -67,7 +67,7 @@ class _ScaledLinear(torch.autograd.Function):
 
 
 def to_fp8(x: Tensor, recipe: CurrentScaling, role: int) -> Operand:
-    """x in the format that the recipe has for the role, by the scale of common.precision.formats.fp8_scale."""
+    """x in the format that the recipe has for the role, by the scale of extras.formats.casts.fp8_scale."""
     kind = torch.float8_e5m2 if recipe.fp8_format == "hybrid" and role == GRADIENT else torch.float8_e4m3fn
     amax = tensor_amax(x)
     # From finfo: a compiled graph takes floats of our modules for its inputs, which an autograd.Function cannot have.

@@ -31,7 +31,8 @@ from common.distributed.world import World
 from common.files.hashing import derive_key
 from common.models.layers.residual import Model
 from common.precision import plan as plans
-from common.precision.formats import (
+from common.precision.plan import Plan, Recipe
+from extras.formats.casts import (
     COLUMNS,
     E2M1,
     E4M3,
@@ -42,8 +43,7 @@ from common.precision.formats import (
     Quantized,
     exponent_value,
 )
-from common.precision.masters import Masters, NanGuard
-from common.precision.plan import Plan, Recipe
+from extras.formats.masters import Masters, NanGuard
 
 # Transformer Engine's stored operands as the formats' `Quantized`.
 #
