@@ -35,6 +35,11 @@ class Recipe:
 
     fp8_format: str = "hybrid"  # hybrid: E4M3 forward, E5M2 for gradients; e4m3: everywhere
 
+    @property
+    def exact_in_bf16(self) -> bool:
+        """Whether bf16 holds every quantised value, its block's scale included: then emulation multiplies in bf16."""
+        raise NotImplementedError  # a format that does not say would be rounded in silence
+
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
@@ -45,6 +50,7 @@ class DelayedScaling(Recipe):
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"  # or most_recent
+    exact_in_bf16 = True
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class CurrentScaling(Recipe):
     whole_tensor = True
 
     use_power_2_scales: bool = False
+    exact_in_bf16 = True
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ class BlockScaling(Recipe):
     default_format = "e4m3"
 
     use_f32_scales: bool = False
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        return not self.use_f32_scales
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ class MXFP8BlockScaling(Recipe):
     default_format = "e4m3"
 
     enable_2d_quantization: bool = False  # of weights, in squares of 32 x 32
+    exact_in_bf16 = True
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,7 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    exact_in_bf16 = True
 
 
 FP8_RECIPES: dict[str, type[Recipe]] = {

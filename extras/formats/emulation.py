@@ -23,7 +23,7 @@ from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
 from common.models.layers.linear import linear
 from common.models.layers.residual import Model
-from common.precision.plan import BlockScaling, DelayedScaling, NVFP4BlockScaling, Plan, Recipe
+from common.precision.plan import DelayedScaling, NVFP4BlockScaling, Plan, Recipe
 from extras.formats.casts import (
     COLUMNS,
     GRADIENT,
@@ -221,9 +221,7 @@ class EmulatedMatmul:
         quantized = self._quantize(cast, role, along, key)
         if self.emulation.watcher:
             self.emulation.watcher.operand(self.layer, self.matmul, role, along, x, cast, quantized)
-        # A quantised fp32 weight is exact in bf16, too, except for blocks with fp32 scales.
-        narrow = not (isinstance(self.recipe, BlockScaling) and self.recipe.use_f32_scales)
-        return quantized.values.to(dtype) if narrow else quantized.values, quantized.scale
+        return quantized.values.to(dtype) if self.recipe.exact_in_bf16 else quantized.values, quantized.scale
 
     def _quantize(self, x: Tensor, role: int, along: int, key: int) -> Quantized:
         if not isinstance(self.recipe, DelayedScaling):

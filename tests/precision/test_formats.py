@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.files.hashing import hash_counters
+from common.precision.plan import BlockScaling, CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from extras.formats import casts as formats
 from tests.precision import format_reference as reference
 from tests.precision.samples import samples
@@ -219,3 +220,33 @@ def test_hadamard_is_orthogonal_and_keeps_product():
     outlier = torch.zeros(16, 1)
     outlier[3] = 16.0
     assert torch.equal(formats.hadamard_rows(outlier).abs(), torch.full((16, 1), 4.0))
+
+
+# ---- in bf16 -----------------------------------------------------------------------------------------------------
+
+
+RECIPES = [
+    CurrentScaling(),
+    BlockScaling(),
+    BlockScaling(use_f32_scales=True),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
+def test_format_says_whether_bf16_holds_its_values(recipe):
+    """Of emulation under --bf16: a format whose values bf16 does not hold must not be rounded to it."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 256, generator=generator)
+    for role in (formats.INPUT, formats.WEIGHT, formats.GRADIENT):
+        values = formats.quantize_operand(recipe, x, role, formats.COLUMNS).values
+        assert torch.equal(values.bfloat16().float(), values.float()) == recipe.exact_in_bf16
+
+
+def test_format_that_does_not_say_is_refused():
+    class Unsaid(Recipe):
+        pass
+
+    with pytest.raises(NotImplementedError):
+        assert Unsaid().exact_in_bf16
