@@ -11,8 +11,11 @@ ETCD = ("etcd", "etcd-v2")
 
 
 def shell_variables(word: str) -> str:
-    """`$(POD_RANK)`, a variable in a Kubernetes manifest, as ${POD_RANK}: a shell would run a command POD_RANK."""
-    return re.sub(r"\$\(([A-Z_][A-Z0-9_]*)\)", r"${\1}", word)
+    """`$(POD_RANK)`, a variable in a Kubernetes manifest, as ${POD_RANK}: a shell would run a command POD_RANK.
+
+    `~/x` as ${HOME}/x: after a flag's `=` no shell would replace it.
+    """
+    return re.sub(r"\$\(([A-Z_][A-Z0-9_]*)\)", r"${\1}", re.sub(r"^~(?=/|$)", "${HOME}", word))
 
 
 def accelerate(made: Translation, options: list[str]) -> bool:

@@ -116,7 +116,7 @@ def _translate(words: list[str]) -> Translation:
     elif options[:1] == ["-m"] and options[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
         made.launcher = ["torchrun", *options[2:]]
     else:
-        made.launcher = [*program, *options]
+        made.launcher = [*program, *options] or ["python"]  # a bare train.py is not on the PATH
     if made.launcher and Path(made.launcher[0]).name == "torchrun":
         rendezvous(made)
     if (ROOT / theirs).is_file() and theirs not in (
@@ -230,7 +230,7 @@ def _flags(made: Translation, given: list[str], theirs: str) -> None:
         _steps(made, steps)
     elif theirs in TRAINER and not made.config and (theirs, task) != ("train.py", "clm"):  # that is the FSDP guides'
         _trainer_defaults(made, specs, task)
-    if (hydra or (not given and theirs in STRATEGIES)) and Path(made.config or "sanity.yaml").stem in (
+    if (hydra or (not words and theirs in STRATEGIES)) and Path(made.config or "sanity.yaml").stem in (
         "sanity",
         "sanity_cp",
     ):

@@ -65,7 +65,7 @@ def _scalar(value: str) -> Any:
 
 def shown(words: Iterable[str]) -> str:
     """Words as a shell reads them. `$NAME` and `${NAME}` stay variables, anything else is data."""
-    with_variables = r"(?=.*\$)([\w@%+=:,./-]|\$\w+|\$\{\w+\})+"
+    with_variables = r"(?=.*\$)([\w@%+=:,./ -]|\$\w+|\$\{\w+\})+"
     return " ".join(f'"{word}"' if re.fullmatch(with_variables, word) else shlex.quote(word) for word in words)
 
 

@@ -241,6 +241,7 @@ def test_notes_of_the_recipes_smoke_test_name_what_differs():
     ):
         assert part in said
         assert part in notes("python train_ddp.py"), "the recipe runs it without flags, too"
+        assert part in notes("python train_ddp.py  # or train_fsdp2.py / train_mfsdp.py"), "and with a comment"
     said = notes(f"{sanity} dataset.path=x use_torch_compile=true lr_scheduler_kwargs.num_training_steps=500 --bf16")
     assert not any(part in said for part in ("fp32", "generated", "there"))
     assert translate(shlex.split(f"{sanity} fp8_config.enabled=true")).flags == ["--fp8", "--bf16"]
@@ -287,6 +288,11 @@ def test_run_of_transformers_trainer_keeps_its_defaults_but_for_those_given():
         (
             "python3 1.tokenize_uniref_csv.py --input_dir /data/csv --output_dir /data/processed",
             "python3 1.tokenize_uniref_csv.py --input_dir /data/csv --output_dir /data/processed",
+        ),
+        ("./0.download_data.py --output_dir data", "python 0.download_data.py --output_dir data"),
+        (
+            "./train_ddp.py --dataset_dir ~/data --output_dir '$DIR/run 1'",
+            'python train_ddp.py "--dataset_dir=${HOME}/data" "--output_dir=$DIR/run 1"',
         ),
     ],
 )
