@@ -237,7 +237,7 @@ def test_pods_say_what_they_train_on_without_the_guide_variable(name, tmp_path):
     (tmp_path / "python3").chmod(0o755)
     done = run_shell(f"PATH={tmp_path}:$PATH\n{script}", values(container))
     assert done.stdout == f"{line}with the 8M model, in minutes: export GUIDE=1 before envsubst\n"
-    assert "# Trains facebook/esm2_t36_3B_UR50D for an epoch of all proteins. With GUIDE=1" in template_head(template)
+    assert "# Trains facebook/esm2_t36_3B_UR50D for an epoch of all proteins; where GUIDE=1" in template_head(template)
 
 
 @pytest.mark.parametrize(
