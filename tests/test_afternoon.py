@@ -1,4 +1,4 @@
-"""docs/afternoon.md leads through one run: the files that it lists are there, and no more than an afternoon's reading."""
+"""docs/afternoon.md: the files that it lists are there, and no more than an afternoon's reading."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def assign_units(files: tuple[File, ...], packs_per_step: int) -> tuple[list[Uni
 def check_divisible(packs_per_step: PacksPerStep, dp_size: int) -> None:
     """UserError, with numbers that work, unless each step's packs divide evenly among the ranks."""
     if problem := uneven(packs_per_step, dp_size):
-        raise UserError(problem)
+        raise UserError(f"{problem}; prepared data (--dataset_dir) take any number")
 
 
 class StreamedOrder:

@@ -191,7 +191,7 @@ EKS = {
         blocks=(8, 14),
     ),
     13: Row(
-        "partitions get smaller, 1.3 GB to 24 MB: sorted by length",
+        "partitions get smaller, 1.3 GB to 24 MB: sorted by length (differs)",
         differs("csv/x000.csv"),
         blocks=(14,),
     ),
@@ -264,7 +264,12 @@ EKS = {
         of_a_pod,
         blocks=(20,),
     ),
-    25: typed("DDP's manifest", "cat train-ddp-template.yaml | envsubst > train-ddp.yaml", blocks=(22,)),
+    25: typed(
+        "DDP's manifest, which says what it trains",
+        "cat train-ddp-template.yaml | envsubst > train-ddp.yaml\nhead -n 4 train-ddp.yaml",
+        prints("# Trains facebook/esm2_t36_3B_UR50D for an epoch of all proteins"),
+        blocks=(22,),
+    ),
     26: typed(
         "pytorchjob.kubeflow.org/esm2 created",
         "kubectl apply -f train-ddp.yaml",
@@ -305,7 +310,7 @@ EKS = {
         held("training/test_train_ddp.py::test_ddp_guides_command_runs_under_torchrun", slow=True),
         blocks=(22,),
     ),
-    35: typed("the pods", "kubectl get job,po", blocks=(25, 26)),
+    35: typed("the pods (the cluster's own command)", "kubectl get job,po", blocks=(25, 26)),
     36: typed("the first pod's log", "kubectl logs -f esm2-worker-0", of_a_pod, blocks=(27,)),
     37: Row(
         "what the run is about to do",
@@ -323,7 +328,9 @@ EKS = {
         blocks=(28,),
     ),
     38: Row("8M has 7,840,794 parameters", differs("7,840,794"), blocks=(28,)),
-    39: typed("the job, and its finished pods", "kubectl get pytorchjob,po", blocks=(29, 30)),
+    39: typed(
+        "the job, and its finished pods (the cluster's own command)", "kubectl get pytorchjob,po", blocks=(29, 30)
+    ),
     40: typed(
         "100,000 proteins with the 8M model in minutes; results in esm/output",
         "(GUIDE=1; source ./env_vars.sh && ./render.sh train-ddp-template.yaml | kubectl apply -f -)",
@@ -388,7 +395,9 @@ EKS = {
         ),
         blocks=(37,),
     ),
-    51: typed("the job, pods and services", "kubectl get pytorchjob,po,svc", blocks=(38, 39)),
+    51: typed(
+        "the job, pods and services (the cluster's own command)", "kubectl get pytorchjob,po,svc", blocks=(38, 39)
+    ),
     52: typed(
         "FSDP's quick run; results in fsdp-output",
         "(GUIDE=1; source ./env_vars.sh && ./render.sh train-fsdp-template.yaml | kubectl apply -f -)",
@@ -406,7 +415,10 @@ EKS = {
         held("ops/test_defaults.py::test_pods_guide_variable_gives_the_guides_run"),
         blocks=(37, 41),
     ),
-    55: Row("each step in less than 30 minutes", documented("docs/data.md", "| 2.3 minutes |")),
+    55: Row(
+        "each step in less than 30 minutes (measured once, in docs/data.md)",
+        documented("docs/data.md", "| 2.3 minutes |"),
+    ),
     56: typed(
         "DDP's quick run, by envsubst as the guide has it",
         "export GUIDE=1; cat train-ddp-template.yaml | envsubst | kubectl apply -f -",

@@ -127,7 +127,7 @@ FSDP_EKS = {
     ),
     4: Row("any envsubst, Go's too", held("ops/test_kubernetes.py::test_render_with_gos_envsubst")),
     5: typed(
-        "the operator",
+        "the operator (not ours)",
         'kubectl apply -k "github.com/kubeflow/training-operator/manifests/overlays/standalone?ref=v1.9.1"',
         asks("kubectl", r"apply -k github.com/kubeflow/training-operator/.*ref=v1\.9\.1"),
         blocks=(5,),
@@ -190,7 +190,11 @@ FSDP_EKS = {
         "further parameters by the names of model/arguments.py",
         held("test_decoders_page.py::test_guide_flags_are_accepted_and_listed"),
     ),
-    17: typed("the job and its pods", "kubectl get pytorchjob \nkubectl get pods ", blocks=(12, 13)),
+    17: typed(
+        "the job and its pods (the cluster's own command)",
+        "kubectl get pytorchjob \nkubectl get pods ",
+        blocks=(12, 13),
+    ),
     18: typed(
         "who leads",
         "kubectl logs llama3-1-8b-fsdp-worker-0 | grep master_addr= || true",

@@ -83,7 +83,7 @@ SLURM = {
         ),
         blocks=(2,),
     ),
-    4: typed("the image is there", "docker image list", blocks=(3,)),
+    4: typed("the image is there (Docker's own command)", "docker image list", blocks=(3,)),
     5: typed(
         "the squash file, at TARGET_PATH/esm-slurm.sqsh",
         "./enroot.sh",
@@ -153,7 +153,12 @@ SLURM = {
         ),
         blocks=(9, 13),
     ),
-    17: typed("the job's name is esm2-ddp", "squeue", blocks=(10,), before="export GRES='(null)'"),
+    17: typed(
+        "the job is there (Slurm's own command; its name: rows 14, 15)",
+        "squeue",
+        blocks=(10,),
+        before="export GRES='(null)'",
+    ),
     18: Row(
         "esm2-ddp-esm2-ddp.N.out",
         differs("esm2-ddp-esm2-ddp.N.out"),
@@ -193,7 +198,12 @@ SLURM = {
         blocks=(13,),
         before="export GRES=gpu:a10g:1",
     ),
-    25: typed("the job's name is esm2-fsdp", "squeue", blocks=(14,), before="export GRES='(null)'"),
+    25: typed(
+        "the job is there (Slurm's own command; its name: rows 23, 24)",
+        "squeue",
+        blocks=(14,),
+        before="export GRES='(null)'",
+    ),
     26: typed(
         "the quick run, sharded",
         "GUIDE=1 sbatch train_fsdp.sh",
