@@ -21,7 +21,8 @@ from tests.slow import NODE_IDS
 
 ROOT = Path(__file__).resolve().parent.parent
 # An image holds the code and its tests, not what is around it: no documentation, no scripts of a cluster.
-AROUND = ["guides", "ops", "benchmarks/test_sizes.py", "extras/test_migrate.py"]
+AROUND = ["guides", "ops", "benchmarks/test_sizes.py"]
+AROUND += ["extras/test_migrate.py", "extras/test_migrated_commands.py", "test_afternoon.py"]
 AROUND += [f"test_{page}.py" for page in ("readme", "documents", "diagnosing", "flags", "decoders_page", "packaging")]
 AROUND += [f"test_{page}.py" for page in ("reference", "site", "plain_words")]
 collect_ignore = [] if (ROOT / "README.md").exists() else AROUND
