@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -102,9 +103,13 @@ def held_bytes() -> int:
 
 
 def _saves_on_a_slow_disk(out: Path) -> None:
-    """On a rank: saves in quick succession, where flushing a file takes half a second."""
-    flush = os.fsync
-    os.fsync = lambda file: (time.sleep(0.5), flush(file))
+    """On a rank: saves in quick succession, where flushing a file takes half a second.
+
+    Memory is looked at while the writer sleeps: a tuple that another thread is still filling must not be seen by
+    gc.get_objects (CPython then raises SystemError there).
+    """
+    flush, flushing = os.fsync, threading.Event()
+    os.fsync = lambda file: (flushing.set(), time.sleep(0.5), flush(file))
     dist.init_process_group("gloo")
     world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"))
     model = esm2.build_model(override(presets.load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES), 1)
@@ -120,9 +125,11 @@ def _saves_on_a_slow_disk(out: Path) -> None:
     before, copy = held_bytes(), 3 * 4 * whole / world.size  # fp32 weights and two moments, this rank's share
     for step in (1, 2, 3):
         checkpointer.save(step, {"step": step})
+        flushing.clear()  # set by the save before; this one begins to write only when the ranks have agreed
         gc.collect()
         assert not (out / f"checkpoint-{step}").exists(), "it was written before save returned"
         assert step == 1 or (out / f"checkpoint-{step - 1}").exists(), "two saves were under way"
+        assert flushing.wait(60)
         # One, and not two; beside it what the writer has at hand.
         assert 0.9 * copy < held_bytes() - before < 1.5 * copy
     checkpointer.wait()
