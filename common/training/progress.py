@@ -17,7 +17,7 @@ from common.distributed.world import World
 from common.files.json_files import LARGEST_INT, check_type, shorten
 from common.models.layers.backend import KEPT
 from common.training.arguments import RunArguments
-from common.training.schedule import default_warmup_steps, earlier_warmup_steps
+from common.training.schedule import default_warmup_steps
 
 logger = logging.getLogger(__name__)
 
@@ -257,18 +257,10 @@ class TrainerState:
         """--warmup_steps, or its default: that which the run began with."""
         if given is not None:
             return given
-        now, earlier = default_warmup_steps(total_steps), earlier_warmup_steps(total_steps)
+        default = default_warmup_steps(total_steps)
         if not self.step or self.arguments.get("warmup_steps") is not None:
-            return now
-        if "warmup_steps" in self.resolved:
-            return self.resolved["warmup_steps"]
-        if earlier != now:
-            logger.info(
-                "The run keeps the warm-up of the version that began it: %d steps (a new run: %d)",
-                earlier,
-                now,
-            )
-        return earlier
+            return default
+        return self.resolved.get("warmup_steps", default)
 
     def check_same_start(self, flags: RunArguments) -> None:
         """UserError if --model_name_or_path names other weights than the run started from, which would be ignored, or

@@ -80,12 +80,7 @@ def in_steps(given: float, total_steps: int) -> int:
 
 def default_warmup_steps(total_steps: int) -> int:
     """ESM-2's 2,000 steps, at most 5 % of the run; at least 100, or 15 % of a run that is too short for those."""
-    return max(earlier_warmup_steps(total_steps), min(LEAST_WARMUP_STEPS, total_steps * 15 // 100))
-
-
-def earlier_warmup_steps(total_steps: int) -> int:
-    """The default up to version 0.2: runs that it began continue with it."""
-    return min(ESM2_WARMUP_STEPS, total_steps // 20)
+    return max(min(ESM2_WARMUP_STEPS, total_steps // 20), min(LEAST_WARMUP_STEPS, total_steps * 15 // 100))
 
 
 def warmup_steps(flags: ScheduleFlags, total_steps: int) -> int:

@@ -93,25 +93,13 @@ def test_trainer_state_of_earlier_version_resumes_without_warning(caplog):
         (None, {}, 37),  # a new run: 15 %
         (None, {"step": 5, "resolved": {"warmup_steps": 37}}, 37),
         (None, {"step": 5, "resolved": {"warmup_steps": 50}}, 50),  # begun as a run of another length
-        (None, {"step": 5, "resolved": {}}, 12),  # of version 0.2: 5 %
-        (None, {"step": 5, "resolved": {"warmup_steps": 12}}, 12),  # the same run, saved again
         (None, {"step": 5, "arguments": {"warmup_steps": 3}, "resolved": {"warmup_steps": 3}}, 37),  # flag dropped
         (0.1, {"step": 5, "resolved": {"warmup_steps": 12}}, 0.1),
         (0, {"step": 5, "resolved": {}}, 0),
     ],
 )
-def test_trainer_state_keeps_default_warmup(caplog, given, saved, expected):
-    caplog.set_level("INFO")
+def test_trainer_state_keeps_default_warmup(given, saved, expected):
     assert TrainerState(**saved).warmup_steps(given, 250) == expected
-    said = [record.getMessage() for record in caplog.records]
-    is_earlier = given is None and saved.get("resolved") == {}
-    assert said == is_earlier * ["The run keeps the warm-up of the version that began it: 12 steps (a new run: 37)"]
-
-
-def test_trainer_state_of_earlier_version_keeps_long_warmup_silently(caplog):
-    caplog.set_level("INFO")
-    assert TrainerState(step=5).warmup_steps(None, 2000) == 100
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("value", ["many", -1, math.nan, math.inf])
