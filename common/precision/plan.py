@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -23,7 +24,7 @@ NAMES = {ADA: "Ada", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(ABC):
     """How a layer's matmuls are quantised. Class attributes: what the format asks of device and shapes."""
 
     title: ClassVar[str] = ""
@@ -36,9 +37,12 @@ class Recipe:
     fp8_format: str = "hybrid"  # hybrid: E4M3 forward, E5M2 for gradients; e4m3: everywhere
 
     @property
+    @abstractmethod
     def exact_in_bf16(self) -> bool:
-        """Whether bf16 holds every quantised value, its block's scale included: then emulation multiplies in bf16."""
-        raise NotImplementedError  # a format that does not say would be rounded in silence
+        """Whether bf16 holds every quantised value, its block's scale included: then emulation multiplies in bf16.
+
+        Abstract: a format that does not say cannot be made, and is not rounded in silence.
+        """
 
 
 @dataclass(frozen=True)

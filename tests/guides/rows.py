@@ -11,6 +11,7 @@ on EKS and on Slurm (awsome-distributed-training).
 from __future__ import annotations
 
 from tests.guides.eks import EKS
+from tests.guides.eks_training import EKS_TRAINING
 from tests.guides.fsdp import FSDP_EKS, FSDP_SLURM
 from tests.guides.recipe import RECIPE
 from tests.guides.slurm import SLURM
@@ -26,7 +27,7 @@ GUIDES = {  # prefix of a row's name: the end of the guide's file
 ROWS = {
     f"{guide}-{number}": row
     for guide, rows in (
-        ("eks", EKS),
+        ("eks", EKS | EKS_TRAINING),
         ("slurm", SLURM),
         ("recipe", RECIPE),
         ("fsdp-eks", FSDP_EKS),

@@ -25,7 +25,7 @@ from tests.guides.checks import (
     step_has,
     typed,
 )
-from tests.guides.eks import QUICK_DDP, QUICK_FSDP
+from tests.guides.eks_training import QUICK_DDP, QUICK_FSDP
 from tests.guides.elsewhere import differs, documented, held
 from tests.guides.images import builds, starts_in_image
 from tests.patience import join

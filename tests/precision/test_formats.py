@@ -248,5 +248,5 @@ def test_format_that_does_not_say_is_refused():
     class Unsaid(Recipe):
         pass
 
-    with pytest.raises(NotImplementedError):
-        assert Unsaid().exact_in_bf16
+    with pytest.raises(TypeError, match="exact_in_bf16"):
+        Unsaid()

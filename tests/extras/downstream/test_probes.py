@@ -1,4 +1,4 @@
-"""probe.py and --eval_probe beside plain scikit-learn on transformers' features; what is held out; what is refused."""
+"""probe.py beside plain scikit-learn on transformers' features; what is held out; what is refused."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from sklearn.preprocessing import StandardScaler
 from transformers import AutoTokenizer, EsmModel
 
 from common.cli import UserError
-from extras.downstream.metrics import LEAST_GROUPS, values_of, with_intervals
-from extras.downstream.probes import ALPHAS, FOLDS, STRENGTHS, Examples, check, evaluate, is_held_out, labels_of
+from extras.downstream.probes import ALPHAS, FOLDS, STRENGTHS, is_held_out
 from tests.data_fixtures import call, load_script, write_fasta
 from tests.data_fixtures import proteins as random_proteins
 from tests.extras.downstream.tables import write_table
 from tests.extras.inference.embed_fixtures import call_embed, make_model
-from tests.training_fixtures import rows, train
 
 PROBE = load_script("probe.py")
 COUNT = 90
@@ -410,137 +408,3 @@ def test_probe_of_a_model_equals_that_of_its_embeddings(model, embedded, fasta, 
     call(PROBE, *flags)
     with (tmp_path / "own" / "predictions.csv").open() as file:
         assert list(csv.DictReader(file)) == expected
-
-
-def test_labels_are_classes_or_numbers_by_what_they_are():
-    assert labels_of(["0", "1", "1"], None).dtype.kind == "U"
-    assert labels_of(["0", "1", "1"], "ridge").dtype.kind == "f"
-    assert labels_of(["0", "1", "2"], None).dtype.kind == "f"
-    assert labels_of(["0", "1", "2"], "logistic").dtype.kind == "U"
-    assert labels_of(["H", "E", "1"], None).dtype.kind == "U"
-
-
-@pytest.mark.parametrize("classes", [2, 3])
-def test_values_equal_scikit_learn(classes):
-    """With ties among the scores, and a class that is predicted but never right."""
-    generator = np.random.default_rng(classes)
-    y, p = (np.array(list("abc"))[generator.integers(classes, size=50)] for _ in range(2))
-    y[y == "c"] = "b"
-    scores = generator.integers(9, size=50) / 9 if classes == 2 else None
-    found = values_of(y, p, scores)
-    assert found.pop("accuracy") == pytest.approx(metrics.accuracy_score(y, p))
-    assert found.pop("macro_f1") == pytest.approx(metrics.f1_score(y, p, average="macro", zero_division=0))
-    recall = metrics.recall_score(y, p, average="macro", labels=sorted(set(y)))
-    assert found.pop("balanced_accuracy") == pytest.approx(recall)
-    if scores is not None:
-        assert found.pop("auroc") == pytest.approx(metrics.roc_auc_score(y == "b", scores))
-    assert not found
-    numbers, guesses = generator.integers(7, size=(2, 40)).astype(float)
-    found = values_of(numbers, guesses, None)
-    assert found["spearman"] == pytest.approx(spearmanr(numbers, guesses).statistic)
-    assert found["r2"] == pytest.approx(metrics.r2_score(numbers, guesses))
-
-
-def test_intervals_over_proteins_are_those_of_a_plain_bootstrap_and_no_residues_narrow_them():
-    """Labelled residues of 20 proteins, whose errors agree within a protein.
-
-    The 2.5 % quantile of 1,000 normal draws has a standard deviation of sqrt(0.025 x 0.975 / 1000) / 0.058 = 0.085 of
-    theirs; 4 sigma: 0.34 of the bootstrap's standard deviation.
-    """
-    generator = np.random.default_rng(5)
-    groups = np.repeat(np.arange(20), 30)
-    labels = np.repeat(generator.normal(size=20), 30) + generator.normal(size=600) * 0.1
-    predictions = labels + np.repeat(generator.normal(size=20), 30) * 0.5
-    found = with_intervals(labels, predictions, None, groups)
-    drawn = {"pearson": [], "mae": []}
-    for _ in range(3000):
-        rows = np.concatenate([np.flatnonzero(groups == n) for n in generator.integers(20, size=20)])
-        drawn["pearson"].append(np.corrcoef(labels[rows], predictions[rows])[0, 1])
-        drawn["mae"].append(np.abs(labels[rows] - predictions[rows]).mean())
-    assert found["pearson"][0] == pytest.approx(pearsonr(labels, predictions).statistic)
-    for name, values in drawn.items():
-        np.testing.assert_allclose(found[name][1:], np.percentile(values, [2.5, 97.5]), atol=0.34 * np.std(values))
-    over_residues = with_intervals(labels, predictions, None, np.arange(600))
-    widths = [each["mae"][2] - each["mae"][1] for each in (found, over_residues)]
-    assert widths[1] < widths[0] / 3
-
-
-def test_difference_from_the_baseline_is_paired():
-    """A probe of the baseline's own features differs from it in no resample."""
-    generator = np.random.default_rng(6)
-    features = generator.normal(size=(80, 3))
-    labels = features @ [1.0, 2.0, 0.5] + generator.normal(size=80)
-    groups, test = np.arange(80).astype(str), np.arange(80) % 2 == 0
-    found, _ = evaluate(Examples(features, features, labels, groups, test, np.zeros(80, bool)))
-    assert found["probe"]["r2"][2] - found["probe"]["r2"][1] > 0.1
-    assert found["difference"] == {name: [0.0, 0.0, 0.0] for name in found["probe"]}
-
-
-def test_probe_says_what_one_held_out_protein_and_its_only_label_leave_undefined(caplog):
-    test, features = np.arange(40) < 20, np.zeros((40, 1))
-    labels, groups = np.where(test, 1.5, np.arange(40.0)), np.where(test, "held out", np.arange(40).astype(str))
-    check(Examples(features, features, labels, groups, test, np.zeros(40, bool)), "here")
-    assert caplog.messages == [
-        "here: one protein or cluster in the test split: its metrics say nothing of others",
-        "here: all labels of the test split are 1.5: spearman, pearson and r2 are not defined",
-    ]
-    constant = Examples(features, features, labels[::-1], groups, test, np.zeros(40, bool))
-    with pytest.raises(UserError, match="all labels of the training part are 1.5: nothing to learn"):
-        check(constant, "here")
-
-
-def test_intervals_are_undefined_for_few_groups_and_metrics_for_constant_predictions():
-    labels, groups = np.arange(60.0), np.repeat(np.arange(LEAST_GROUPS), 60 // LEAST_GROUPS)
-    assert with_intervals(labels, np.zeros(60), None, groups)["spearman"] == [None, None, None]
-    assert with_intervals(labels, labels, None, groups)["mae"] == [0.0, 0.0, 0.0]
-    few = np.minimum(groups, LEAST_GROUPS - 2)
-    assert with_intervals(labels, labels, None, few)["mae"] == [0.0, None, None]
-    classes = np.array(["a", "b", "c"] * 4)
-    assert "auroc" not in values_of(classes, classes, None)
-
-
-def test_run_evaluates_probes_as_probe_py_does_on_its_export(dataset, proteins, fasta, stock, tmp_path):
-    numbers = planted(stock)
-    classes = np.where(numbers > np.median(numbers), "high", "low")
-    tables = {}
-    for name, values in (("num bers", numbers.astype(str)), ("classes", classes)):
-        table = [(text, y) for (_, text), y in zip(proteins, values, strict=True)]
-        tables[name] = write_table(tmp_path / f"{name}.csv", ["sequence", "label"], table)
-    flags = {"max_steps": 2, "do_eval": True, "eval_steps": 1}
-    train(dataset, tmp_path / "plain", **flags)
-    train(dataset, tmp_path / "one", **flags, eval_probe=tables["num bers"], eval_downstream_steps=1)
-    mine, plain = rows(tmp_path / "one"), rows(tmp_path / "plain")
-    assert [row["loss"] for row in mine if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
-    assert [row["step"] for row in mine if "eval_probe_num_bers_spearman" in row] == [1, 2]
-    train(dataset, tmp_path / "two", 2, script="train_fsdp2.py", **flags, eval_probe=tables["classes"])
-    for name, run, model, values in (
-        ("num_bers", "one", "one/checkpoint-2", numbers),
-        ("classes", "two", "two", classes),
-    ):
-        results = json.loads((tmp_path / run / "all_results.json").read_text())
-        call_embed(tmp_path / model, fasta, tmp_path / run / "embedded")
-        table = [(each, y) for (each, _), y in zip(proteins, values, strict=True)]
-        labels = write_table(tmp_path / "labels.csv", ["id", "label"], table)
-        after, _ = probe(tmp_path / run / "embedded", fasta, labels, tmp_path / run / "probed")
-        for metric, (value, _, _) in after["probe"].items():
-            assert results[f"eval_probe_{name}_{metric}"] == pytest.approx(value, abs=1e-5)
-        for metric, (value, _, _) in after["baseline"].items():
-            assert results[f"eval_probe_{name}_baseline_{metric}"] == pytest.approx(value, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("text,label\nMKV,1\n", "no column 'sequence'"),
-        ("sequence,label\nMKVLAG,1\n", "labels.csv: 1 labels in the training part"),
-        (
-            "sequence,label\n0123456789,1\n",
-            "row 2 has 10 characters of 10 that are not residues",
-        ),
-    ],
-)
-def test_run_refuses_a_table_before_it_trains(dataset, tmp_path, content, said):
-    (tmp_path / "labels.csv").write_text(content)
-    flags = {"max_steps": 1, "do_eval": True, "eval_probe": tmp_path / "labels.csv"}
-    assert said in train(dataset, tmp_path / "out", expect=2, **flags)
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
