@@ -248,9 +248,8 @@ def _trainer_defaults(made: Translation, specs: list[FlagSpec], task: str) -> No
             made.flags.append(f"--{name}={value}")
             default = "" if ours[name] is None else f": {ours[name]}"
             made.notes.append(f"--{name}={value}: the default there; without it, that here{default}")
-    if "--num_train_epochs" in given and "--max_steps" not in given:
-        left_out = "older transformers leave it out where they accumulate: 1,136 steps in the guides' log, 1,137 here"
-        made.notes.append(f"--num_train_epochs: the last step takes what is left of the data; {left_out}")
+    if {"--num_train_epochs", "--gradient_accumulation_steps"} <= given and "--max_steps" not in given:
+        made.notes.append("an epoch's last step takes what is left of the data; older transformers leave it out")
 
 
 def _sanity(made: Translation, own_decay: bool) -> None:

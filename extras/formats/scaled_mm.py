@@ -15,7 +15,7 @@ from torch import Tensor
 from common.cli import UserError
 from common.distributed.world import World
 from common.models.layers.residual import Model
-from common.precision.plan import CurrentScaling, Plan
+from common.precision.plan import CurrentScaling, Plan, Recipe
 from extras.formats.casts import GRADIENT, INPUT, WEIGHT, tensor_amax
 from extras.formats.emulation import set_matmuls
 
@@ -28,7 +28,12 @@ def use_scaled_mm(model: Model, plan: Plan, world: World) -> None:
         raise UserError(f"--fp8_scaled_mm: torch {torch.__version__} has no scaled_mm: drop the flag, or upgrade")
     if world.cp_size > 1:
         raise UserError("--fp8_scaled_mm: not with --cp_size: a scale is of the whole pack: drop one of the two")
-    set_matmuls(model, plan, lambda recipe, layer, matmul: ScaledMatmul(recipe))
+
+    def matmul_of(recipe: Recipe, layer: int, matmul: int) -> ScaledMatmul:
+        assert isinstance(recipe, CurrentScaling)  # the flags allow no other
+        return ScaledMatmul(recipe)
+
+    set_matmuls(model, plan, matmul_of)
 
 
 class ScaledMatmul:
@@ -58,7 +63,7 @@ class _ScaledLinear(torch.autograd.Function):
         return multiply(inputs, weights, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient an output
         x, x_scale, weight, weight_scale = ctx.saved_tensors
         values, scale = to_fp8(grad, ctx.recipe, GRADIENT)
         grad_x = multiply((values, scale), (weight.t(), weight_scale), grad.dtype)
