@@ -29,10 +29,10 @@ from extras.prepare.download import download_directory
 from extras.prepare.fetch import describe_sources, fetch, parse_sources
 from extras.prepare.output_directory import Build, building
 from extras.prepare.partitions import PartitionWriter, in_random_order
-from extras.sources import compression as limits
-from extras.sources.fasta import read_fasta_lines
-from extras.sources.records import BadRecords, Lines, Policy, skip
-from extras.sources.residues import Changes, Cleaner, is_alignment
+from extras.prepare.sources import compression as limits
+from extras.prepare.sources.fasta import read_fasta_lines
+from extras.prepare.sources.records import BadRecords, Lines, Policy, skip
+from extras.prepare.sources.residues import Changes, Cleaner, is_alignment
 
 logger = logging.getLogger(__name__)
 UNIREF50 = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"

@@ -22,16 +22,16 @@ from tqdm import tqdm
 from common.cli import UserError, run
 from common.files.json_files import write_json_flushed
 from common.flags import Flags, Missing, flag, parse_arguments
+from extras.families.text.store import TOKENS, describe_tokens
+from extras.families.text.tokenizers import BYTES, Tokenizer, load_tokenizer
 from extras.prepare.dataset_writer import Piece, assemble, write_dataset_dict
 from extras.prepare.encode import usable_threads
 from extras.prepare.output_directory import Build, building
+from extras.prepare.sources import compression as limits
+from extras.prepare.sources.dataset import Source, open_source, with_contents
+from extras.prepare.sources.formats import documents
+from extras.prepare.sources.sequence_files import check_columns, units_of
 from extras.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
-from extras.sources import compression as limits
-from extras.sources.dataset import Source, open_source, with_contents
-from extras.sources.formats import documents
-from extras.sources.sequence_files import check_columns, units_of
-from extras.text.store import TOKENS, describe_tokens
-from extras.text.tokenizers import BYTES, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 UNITS = 64  # of a split: with fewer files, parquet files are divided into row groups

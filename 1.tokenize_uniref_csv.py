@@ -46,12 +46,12 @@ from extras.prepare.encode import (
 )
 from extras.prepare.output_directory import Build, building, read_record
 from extras.prepare.relatives import IDENTITY, SEARCHED, count_relatives
+from extras.prepare.sources import compression as limits
+from extras.prepare.sources import csv_records
+from extras.prepare.sources.csv_records import count_rows, csv_files
+from extras.prepare.sources.records import BadRecords, Policy
+from extras.prepare.sources.residues import Changes, Cleaner
 from extras.prepare.splits import HELD_OUT, HELD_OUT_CLUSTERS, SPLITS, labels_by_file, split_labels, split_sizes
-from extras.sources import compression as limits
-from extras.sources import csv_records
-from extras.sources.csv_records import count_rows, csv_files
-from extras.sources.records import BadRecords, Policy
-from extras.sources.residues import Changes, Cleaner
 
 logger = logging.getLogger(__name__)
 

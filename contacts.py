@@ -31,8 +31,8 @@ from common.cli import UserError, run
 from common.files.json_files import content_hash, content_hashes, file_name
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
-from extras.downstream.contact_map import draw
-from extras.downstream.contacts import (
+from extras.after.downstream.contact_map import draw
+from extras.after.downstream.contacts import (
     LEAST,
     SEPARATION,
     Head,
@@ -45,11 +45,11 @@ from extras.downstream.contacts import (
     standard_errors,
     summary,
 )
-from extras.downstream.outputs import Manifest, claimed
-from extras.downstream.results import RESULTS, to_open
-from extras.downstream.structures import LONGEST, Chain, read_structures, structure_files
+from extras.after.downstream.outputs import Manifest, claimed
+from extras.after.downstream.results import RESULTS, to_open
+from extras.after.downstream.structures import LONGEST, Chain, read_structures, structure_files
 from extras.export import exported
-from extras.sources.proteins import ProteinFlags, read_proteins
+from extras.prepare.sources.proteins import ProteinFlags, read_proteins
 
 logger = logging.getLogger(__name__)
 TABLE = "contacts.csv"
@@ -201,7 +201,7 @@ def identity(args: Arguments, model: str) -> dict[str, Any]:
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    from extras.downstream.stock_model import read_stock_model
+    from extras.after.downstream.stock_model import read_stock_model
 
     directory = Path(str(args.output_dir))
     inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "structures", "fasta")}

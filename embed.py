@@ -21,8 +21,8 @@ from common.cli import run
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.flags import parse_arguments
-from extras.downstream.results import to_open
-from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
+from extras.after.downstream.results import to_open
+from extras.after.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 
 logger = logging.getLogger(__name__)
 WEEK_S = 7 * 86400  # timeout of ranks that wait for the others

@@ -29,19 +29,19 @@ from common.cli import StoppedBySignal, UserError, one_line, run
 from common.files.json_files import content_hash, read_json, replace_directory, replace_flushed, write_json
 from common.files.runs import final_model_of
 from common.flags import Flags, Missing, flag, parse_arguments
+from common.models.family import NO_STOCK, encoder_family
 from common.models.layers.hf_directory import dropout_of, local_directory, model_hash
-from common.models.registry import NO_STOCK, encoder_family
-from extras.downstream.finetuning import FineTuning
-from extras.downstream.groups import Clustering
-from extras.downstream.labels import TASKS, Example, TaskSpec, contradictions, label_items, read_examples
-from extras.downstream.metrics import about_intervals, shown, with_intervals
-from extras.downstream.outputs import Manifest, Output, claimed, writing
-from extras.downstream.results import RESULTS
-from extras.downstream.splits import SPLITS
-from extras.downstream.tuned_card import card_of
+from extras.after.downstream.finetuning import FineTuning
+from extras.after.downstream.groups import Clustering
+from extras.after.downstream.labels import TASKS, Example, TaskSpec, contradictions, label_items, read_examples
+from extras.after.downstream.metrics import about_intervals, shown, with_intervals
+from extras.after.downstream.outputs import Manifest, Output, claimed, writing
+from extras.after.downstream.results import RESULTS
+from extras.after.downstream.splits import SPLITS
+from extras.after.downstream.tuned_card import card_of
 from extras.export import is_checkpoint
 from extras.prepare.relatives import HELP, say_relatives
-from extras.sources.proteins import ProteinFlags
+from extras.prepare.sources.proteins import ProteinFlags
 
 logger = logging.getLogger(__name__)
 RESAMPLES = 200  # of the held-out proteins, for the intervals

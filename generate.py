@@ -25,9 +25,9 @@ import torch
 from common.cli import UserError, one_line, run
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import local_directory
-from extras.decoders.config import TRAINED_CONTEXT, DecoderConfig, check_supported, load_decoder_config
-from extras.sources.hub import HUB_NAME
-from extras.text.chat_template import render
+from extras.families.decoders.config import TRAINED_CONTEXT, DecoderConfig, check_supported, load_decoder_config
+from extras.families.text.chat_template import render
+from extras.prepare.sources.hub import HUB_NAME
 
 logger = logging.getLogger(__name__)
 NEW_TOKENS, TOP_K = 200, 50

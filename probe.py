@@ -32,17 +32,26 @@ from common.distributed.world import World
 from common.files.json_files import content_hash
 from common.flags import Flags, Missing, flag, flat, parse_arguments
 from common.models.layers.hf_directory import model_hash
-from extras.downstream.groups import Clustering, groups_of
-from extras.downstream.labels import place_of, read_rows, sequences_of, usable_rows
-from extras.downstream.metrics import about_intervals, shown
-from extras.downstream.outputs import Manifest, Output, claimed
-from extras.downstream.probes import PARTS, PROBES, Examples, Labelled, contradicting, evaluate, examples_of, labelled
-from extras.downstream.results import RESULTS, to_open
+from extras.after.downstream.groups import Clustering, groups_of
+from extras.after.downstream.labels import place_of, read_rows, sequences_of, usable_rows
+from extras.after.downstream.metrics import about_intervals, shown
+from extras.after.downstream.outputs import Manifest, Output, claimed
+from extras.after.downstream.probes import (
+    PARTS,
+    PROBES,
+    Examples,
+    Labelled,
+    contradicting,
+    evaluate,
+    examples_of,
+    labelled,
+)
+from extras.after.downstream.results import RESULTS, to_open
+from extras.after.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
+from extras.after.inference.encoder import part_path
 from extras.export import exported
-from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
-from extras.inference.encoder import part_path
 from extras.prepare.relatives import HELP, say_relatives
-from extras.sources.proteins import ProteinFlags, proteins_of
+from extras.prepare.sources.proteins import ProteinFlags, proteins_of
 
 logger = logging.getLogger(__name__)
 POSITION = "position"  # column

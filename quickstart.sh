@@ -68,7 +68,7 @@ if [ -n "$text" ]; then
   say "3/5 Training (and evaluating before, during and after)"
   # On a CPU without bf16 instructions fp32 is faster.
   bf16=$($python -c 'import torch
-from extras.quickstart_tuning import likely_precisions
+from extras.plan.quickstart_tuning import likely_precisions
 print(likely_precisions(torch.device("cuda" if torch.cuda.is_available() else "cpu"))[0] == "bf16")')
   "${launch[@]}" train_ddp.py --model_type llama_v3 --hidden_width 256 --num_layers 4 --num_heads 4 \
     --intermediate_size 1024 --vocab_size 259 --max_context_width 256 --train_batch_size 8 --bf16 "$bf16" \
@@ -107,7 +107,7 @@ $python 1.tokenize_uniref_csv.py --input_dir "$output/csv" --output_dir "$output
 
 say "4/5 Training (and evaluating before, during and after)"
 run=$output/run.json  # kept once written: a restart resumes with the same settings
-[ -f "$run" ] || $python -m extras.quickstart_tuning --flags_file "$run" --seconds $seconds \
+[ -f "$run" ] || $python -m extras.plan.quickstart_tuning --flags_file "$run" --seconds $seconds \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
   --max_seq_length 512 --tokens_per_pack 4096 --optim muon --learning_rate 2e-3 --mlm_probability 0.25 --logging_steps 10 \
   --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500 \

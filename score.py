@@ -37,15 +37,14 @@ from common.files.json_files import (
     replace_flushed,
 )
 from common.flags import Missing, flag, parse_arguments
+from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
-from common.models.registry import encoder_family
-from extras.downstream.outputs import Manifest, Output, claimed, locked_file, writing
-from extras.downstream.results import to_open
-from extras.export import exported
-from extras.inference.encoder import Encoder, EncoderFlags
-from extras.inference.measured import Correlation, as_table, correlations
-from extras.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
-from extras.inference.mutation_tables import (
+from extras.after.downstream.outputs import Manifest, Output, claimed, locked_file, writing
+from extras.after.downstream.results import to_open
+from extras.after.inference.correlation import Correlation, as_table, correlations
+from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
+from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
     PROTEIN,
@@ -55,8 +54,9 @@ from extras.inference.mutation_tables import (
     read_rows,
     variants_of,
 )
-from extras.inference.mutations import Variant, quoted, score, single_mutants
-from extras.sources.proteins import ProteinFlags, read_residues
+from extras.after.inference.mutations import Variant, quoted, score, single_mutants
+from extras.export import exported
+from extras.prepare.sources.proteins import ProteinFlags, read_residues
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}

@@ -27,7 +27,7 @@ from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
-from common.training.registry import parse_run
+from common.training.parse import parse_run
 from common.training.task import BuiltModel
 
 STRATEGIES = {

@@ -29,7 +29,7 @@ def normuon(beta: float = 0.95) -> None:
 
     Li et al. 2025, arXiv:2510.05491.
     """
-    from extras.muon import Muon
+    from extras.speed.muon import Muon
 
     orthogonal = Muon._updates
     averages: dict[tuple[int, int], Tensor] = {}  # of a block's rows: mean square of the update

@@ -86,10 +86,10 @@ def measure(args: Arguments) -> dict:
     from common.distributed.run import keep_freed_memory
     from common.models.layers.compiling import compile_layers
     from common.models.layers.initialise import initialise
-    from extras.decoders.config import DecoderConfig
-    from extras.decoders.model import DecoderForCausalLM
-    from extras.text.causal import CausalCollator
-    from extras.text.tokenizers import BYTES, load_tokenizer
+    from extras.families.decoders.config import DecoderConfig
+    from extras.families.decoders.model import DecoderForCausalLM
+    from extras.families.text.causal import CausalCollator
+    from extras.families.text.tokenizers import BYTES, load_tokenizer
 
     name, mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":

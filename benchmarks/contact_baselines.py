@@ -23,10 +23,10 @@ from common.flags import flag, parse_arguments
 from common.models.esm2.config import Esm2Config, load_config, override
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
-from extras.downstream.contacts import attention_features, fit, mean_precisions, pairs, precisions, split
-from extras.downstream.stock_model import stock_model
-from extras.downstream.structures import LONGEST, Chain, read_structures
-from extras.prepare.planted import COIL_TURN
+from extras.after.downstream.contacts import attention_features, fit, mean_precisions, pairs, precisions, split
+from extras.after.downstream.stock_model import stock_model
+from extras.after.downstream.structures import LONGEST, Chain, read_structures
+from extras.prepare.synthetic_structures import COIL_TURN
 
 Scores = Callable[[Chain], np.ndarray]  # [L, L]
 

@@ -49,7 +49,7 @@ def measure(args: Arguments) -> dict | None:
     from common.distributed.run import keep_freed_memory
     from common.distributed.world import World
     from common.models.layers.context_attention import enable_context_parallel
-    from extras.text.causal import CausalCollator
+    from extras.families.text.causal import CausalCollator
 
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -100,8 +100,8 @@ def model_of(args: Arguments) -> Model:
     from common.models.esm2.config import esm2_config
     from common.models.esm2.model import build_model
     from common.models.layers.initialise import initialise
-    from extras.decoders.config import DecoderConfig
-    from extras.decoders.model import DecoderForCausalLM
+    from extras.families.decoders.config import DecoderConfig
+    from extras.families.decoders.model import DecoderForCausalLM
 
     heads, kv_heads = HEADS[args.model]
     if args.model == "esm2":

@@ -29,7 +29,7 @@ from benchmarks.measuring import ROOT, publish, say, where_measured
 from common.cli import UserError, run
 from common.flags import flag, parse_arguments
 from extras.prepare.sample import write_sample
-from extras.sources.fasta import read_fasta
+from extras.prepare.sources.fasta import read_fasta
 
 SUBSET = 16_000
 GUIDES = [sys.executable, "-m", "benchmarks.guides"]

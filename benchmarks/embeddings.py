@@ -32,9 +32,9 @@ from common.models.esm2.alphabet import BYTE_TO_ID, MASK, PAD, encode
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
-from extras.inference.encoder import Encoder, EncoderFlags, embed
-from extras.inference.mutations import RESIDUES, Mutation, Variant, score, single_mutants
-from extras.sources.fasta import read_fasta
+from extras.after.inference.encoder import Encoder, EncoderFlags, embed
+from extras.after.inference.mutations import RESIDUES, Mutation, Variant, score, single_mutants
+from extras.prepare.sources.fasta import read_fasta
 
 Ways = dict[str, Callable[[], Sequence]]  # the first is ours
 RESIDUE_IDS = [int(BYTE_TO_ID[ord(letter)]) for letter in RESIDUES]

@@ -61,8 +61,8 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     from common.models.esm2.model import build_model
     from common.precision.plan import resolve
     from extras.formats.emulation import Emulation
-    from extras.quant_stats.stats import QuantStats
-    from extras.quant_stats.stats_plan import select
+    from extras.formats.stats import QuantStats
+    from extras.formats.stats_plan import select
 
     keep_freed_memory()
     config = load_config(args.config_name)

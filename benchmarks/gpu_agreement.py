@@ -36,7 +36,7 @@ from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.backend import te_missing
 from common.training.loop import set_up
-from common.training.registry import parse_run
+from common.training.parse import parse_run
 from common.training.resume import ResumePlan
 from train_ddp import DdpFlags, build
 

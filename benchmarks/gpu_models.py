@@ -18,8 +18,8 @@ from common.flags import Flags
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES
 from common.training.arguments import DryRunFlags
-from extras.dry_run.dry_run import GIB, largest_pack
-from extras.dry_run.memory_estimate import fake_run
+from extras.plan.dry_run.dry_run import GIB, largest_pack
+from extras.plan.dry_run.memory_estimate import fake_run
 
 NAMES = {name.split("_")[2]: name for name in ESM2_SIZES}
 # layers, hidden size, heads; of 15B also as many layers as fit beside their optimiser

@@ -41,7 +41,7 @@ from benchmarks.gpu_row import end_rows_with_me, row_of
 from benchmarks.measuring import publish, say, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
-from extras.dry_run.dry_run import GIB
+from extras.plan.dry_run.dry_run import GIB
 
 
 @dataclass

@@ -42,7 +42,7 @@ from common.flags import Flags, flag, parse_arguments
 from common.models.layers.backend import BF16_SINCE
 from common.precision.plan import ADA
 from common.training.load_model import load_model
-from common.training.registry import parse_run, task_of
+from common.training.parse import parse_run, task_of
 from extras.prepare.sample import write_sample
 from train_ddp import DdpFlags
 

@@ -33,12 +33,12 @@ from benchmarks.measuring import publish, say, where_measured
 from common.cli import UserError, one_line, run
 from common.files.json_files import replace_flushed
 from common.models.esm2.config import load_config
-from extras.downstream.contacts import RANGES, mean_precisions, precisions, split
-from extras.downstream.stock_model import read_stock_model
-from extras.downstream.structures import Chain, read_structures
-from extras.inference.encoder import Encoder, EncoderFlags
-from extras.inference.measured import Correlation, as_table, correlations
-from extras.inference.mutations import RESIDUES, compare, score
+from extras.after.downstream.contacts import RANGES, mean_precisions, precisions, split
+from extras.after.downstream.stock_model import read_stock_model
+from extras.after.downstream.structures import Chain, read_structures
+from extras.after.inference.correlation import Correlation, as_table, correlations
+from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.mutations import RESIDUES, compare, score
 
 
 class Archive(NamedTuple):

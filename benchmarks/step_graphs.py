@@ -28,7 +28,7 @@ from common.compat import CompileContext
 from common.distributed.run import distributed_run
 from common.models.layers.compiling import compile_layers
 from common.training.loop import set_up
-from common.training.registry import parse_run
+from common.training.parse import parse_run
 from common.training.resume import ResumePlan
 
 CP = "train_ddp_cp"

@@ -34,11 +34,11 @@ from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.cpu import as_on_a_gpu
 from common.models.layers.linear import RoundedWeights, use_copy
 from common.models.layers.residual import begin, total
-from common.shapes import filled_up
+from common.shape_buckets import filled_up
 from common.training.run_logger import PEAK_FLOPS
-from extras.dry_run.memory_tracker import MemoryTracker
-from extras.fused_gelu import fused_mlp
-from extras.muon import HeldParameter, Ranks, StepCost, assign, step_cost
+from extras.plan.dry_run.memory_tracker import MemoryTracker
+from extras.speed.fused_gelu import fused_mlp
+from extras.speed.muon import HeldParameter, Ranks, StepCost, assign, step_cost
 
 EAGER, COMPILED = "eager", "compiled"
 BF16 = "compiled, --bf16_residual"  # layers

@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.measuring import publish, where_measured
 from common.cli import run
 from common.models.esm2.model import TRAIN_MASK_RATIO
-from extras.downstream.stock_model import read_stock_model
-from extras.inference.encoder import Encoder, EncoderFlags
+from extras.after.downstream.stock_model import read_stock_model
+from extras.after.inference.encoder import Encoder, EncoderFlags
 
 LONGEST = 256  # tokens of a protein that are read
 HIDDEN = {"one residue": None, "12 % of the residues": 0.12, "20 % of the residues": 0.2}

@@ -62,7 +62,7 @@ def measure(args: Arguments) -> dict:
     from common.models.esm2.model import Esm2ForMaskedLM
     from common.models.layers.compiling import compile_layers
     from common.models.layers.initialise import initialise
-    from extras.hf_backend import StockEsm
+    from extras.interop.hf_backend import StockEsm
 
     mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":

@@ -34,7 +34,7 @@ def measure(args: Arguments) -> dict:
     import torch.nn.functional as F
 
     from common.training.run_logger import peak_memory_gb
-    from extras.decoders.model import vocabulary_loss
+    from extras.families.decoders.model import vocabulary_loss
 
     cpu = torch.device("cpu")
     torch.manual_seed(0)

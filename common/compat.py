@@ -177,7 +177,7 @@ def frame_of_thread(ident: int | None) -> Any:
     return None if ident is None else sys._current_frames().get(ident)
 
 
-# ---- Megatron-FSDP 0.6.1, the one version that extras/megatron.py takes --------------------------------------
+# ---- Megatron-FSDP 0.6.1, the one version that extras/speed/megatron.py takes --------------------------------------
 
 MEGATRON_COALESCING = "_coalescing_manager"  # in megatron_fsdp.param_and_grad_buffer
 MEGATRON_GRAD_REDUCE = "_bucket_group_gradient_reduce"  # of the gradient reduction pipeline

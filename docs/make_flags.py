@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))
 from common.flags import FlagSpec, changed_defaults, flag_specs  # noqa: E402
 from common.training.arguments import RunArguments  # noqa: E402
 from common.training.masked_lm import TrainArguments  # noqa: E402
-from common.training.registry import arguments_of  # noqa: E402
-from extras.decoders.causal_arguments import CausalArguments  # noqa: E402
-from extras.foreign_flags import ACCELERATE, RECIPE, TRANSFORMERS, Ours  # noqa: E402
+from common.training.parse import arguments_of  # noqa: E402
+from extras.families.decoders.causal_arguments import CausalArguments  # noqa: E402
+from extras.interop.foreign_flags import ACCELERATE, RECIPE, TRANSFORMERS, Ours  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402
 from train_ddp_cp import DdpCpFlags  # noqa: E402
 from train_fsdp2 import FsdpFlags  # noqa: E402

@@ -20,7 +20,7 @@ ANNOTATION = """  annotations:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from extras.decoders.config import GUIDE_RUNS, PRESETS  # noqa: E402
+from extras.families.decoders.config import GUIDE_RUNS, PRESETS  # noqa: E402
 
 MAKER = "docs/make_guide_jobs.py"
 # Of all Llamas, as in the guides: Llama 2's own, in a repository that asks for no licence. Llama 3's is another, which

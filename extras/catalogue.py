@@ -11,19 +11,19 @@ from typing import Any
 
 
 def causal_task() -> type:
-    from extras.decoders.causal_lm import CausalLM
+    from extras.families.decoders.causal_lm import CausalLM
 
     return CausalLM
 
 
 def causal_arguments() -> type:
-    from extras.decoders.causal_arguments import CausalArguments
+    from extras.families.decoders.causal_arguments import CausalArguments
 
     return CausalArguments
 
 
 def causal_words(words: list[str]) -> list[str]:
-    from extras.decoders.causal_arguments import without_comments
+    from extras.families.decoders.causal_arguments import without_comments
 
     return without_comments(words)
 
@@ -45,9 +45,9 @@ def check_tokenizer(name: str) -> None:
 
 def families() -> dict[str, str]:
     return {
-        **dict.fromkeys(("llama", "mistral", "mixtral"), "extras.decoders.family"),
-        "esmc": "extras.esmc.family",
-        "amplify": "extras.amplify.family",
+        **dict.fromkeys(("llama", "mistral", "mixtral"), "extras.families.decoders.family"),
+        "esmc": "extras.families.esmc.family",
+        "amplify": "extras.families.amplify.family",
     }
 
 
@@ -62,15 +62,15 @@ def esm2_layers(
 
     said: list[str | None] = []
     if backend in STOCK:
-        import extras.hf_backend
+        import extras.interop.hf_backend
 
-        said.append(extras.hf_backend.check(args, world))
-        make = partial(extras.hf_backend.StockEsm, config, STOCK[backend])
+        said.append(extras.interop.hf_backend.check(args, world))
+        make = partial(extras.interop.hf_backend.StockEsm, config, STOCK[backend])
     if args.model.fused_gelu:
-        import extras.fused_gelu
+        import extras.speed.fused_gelu
 
-        said.append(extras.fused_gelu.check(args, config, gelu, world))
-        make = partial(extras.fused_gelu.with_fused_gelu, make)
+        said.append(extras.speed.fused_gelu.check(args, config, gelu, world))
+        make = partial(extras.speed.fused_gelu.with_fused_gelu, make)
     return make, said
 
 
@@ -87,19 +87,19 @@ def recipe_pieces(tensors: Mapping[str, Any], config: Any, where: str) -> Any:
 
 
 def recipe_files(directory: Path) -> list[Path]:
-    from extras.recipe_checkpoint import weight_files
+    from extras.interop.recipe_checkpoint import weight_files
 
     return weight_files(directory)
 
 
 def recipe_config_file(directory: Path) -> Path:
-    from extras.recipe_checkpoint import config_file
+    from extras.interop.recipe_checkpoint import config_file
 
     return config_file(directory)
 
 
 def recipe_tensors(directory: Path) -> dict:
-    from extras.recipe_checkpoint import read
+    from extras.interop.recipe_checkpoint import read
 
     return read(directory)
 
@@ -108,7 +108,7 @@ def recipe_tensors(directory: Path) -> dict:
 
 
 def open_files(flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict) -> Any:
-    from extras.sources import streamed_data
+    from extras.prepare.sources import streamed_data
 
     return streamed_data.open_files(flags, tokens, world, evaluate, makers)
 
@@ -123,24 +123,24 @@ def make_sample(output_dir: Path) -> Path:
 
 
 def attention_kernels(asked: str, heads: Any, device: Any, shared: bool) -> tuple[str, str]:
-    from extras.flash_attention import choose_kernels
+    from extras.speed.flash_attention import choose_kernels
 
     return choose_kernels(asked, heads, device, shared)
 
 
 def optimizer(name: str) -> Any:
     if name == "muon":
-        from extras.muon import Muon
+        from extras.speed.muon import Muon
 
         return Muon
     assert name == "triton_adamw", name
-    from extras.triton_adamw import TritonAdamW
+    from extras.speed.triton_adamw import TritonAdamW
 
     return TritonAdamW
 
 
 def record_graphs(task: Any) -> None:
-    from extras.te_graphs import record_run
+    from extras.speed.te_graphs import record_run
 
     record_run(task)
 
@@ -161,39 +161,39 @@ def emulation(model: Any, plan: Any, seed: int, device: Any, replicas: int, grou
 
 
 def scaled_matmuls(model: Any, plan: Any, world: Any) -> None:
-    from extras.formats.scaled_mm import use_scaled_mm
+    from extras.speed.scaled_mm import use_scaled_mm
 
     use_scaled_mm(model, plan, world)
 
 
 def check_statistics(file: str) -> None:
-    from extras.quant_stats.stats_plan import read_file
+    from extras.formats.stats_plan import read_file
 
     read_file(file)
 
 
 def te_statistics(flags: Any, plan: Any, world: Any, directory: Path) -> Any:
-    from extras.quant_stats.stats_plan import select
-    from extras.quant_stats.stats_te import TeStats
+    from extras.formats.stats_plan import select
+    from extras.formats.stats_te import TeStats
 
     return TeStats(select(flags, plan), plan, world, directory)
 
 
 def emulated_statistics(flags: Any, plan: Any, world: Any, emulation: Any) -> Any:
-    from extras.quant_stats.stats import QuantStats
-    from extras.quant_stats.stats_plan import select
+    from extras.formats.stats import QuantStats
+    from extras.formats.stats_plan import select
 
     return QuantStats(emulation, select(flags, plan), world)
 
 
 def statistics_file() -> str:
-    from extras.quant_stats.stats_plan import FILE
+    from extras.formats.stats_plan import FILE
 
     return FILE
 
 
 def statistics_scalars(rows: list[dict]) -> dict:
-    from extras.quant_stats.stats import scalars
+    from extras.formats.stats import scalars
 
     return scalars(rows)
 
@@ -202,31 +202,31 @@ def statistics_scalars(rows: list[dict]) -> dict:
 
 
 def open_tracker(flags: Any, config: dict, output_dir: Path, first_row: int | None, anew: bool) -> Any:
-    import extras.trackers
+    import extras.publish.trackers
 
-    return extras.trackers.open_tracker(flags, config, output_dir, first_row, anew)
+    return extras.publish.trackers.open_tracker(flags, config, output_dir, first_row, anew)
 
 
 def downstream(task: Any) -> Any:
-    from extras.downstream.in_loop import Downstream
+    from extras.after.downstream.during_training import Downstream
 
     return Downstream(task)
 
 
 def dry_run(args: Any, build: Any) -> None:
-    from extras.dry_run import dry_run
+    from extras.plan.dry_run import dry_run
 
     dry_run.dry_run(args, build)
 
 
 def largest_pack(args: Any, build: Any) -> Any:
-    from extras.dry_run.auto_pack import largest_that_fits
+    from extras.plan.dry_run.auto_pack import largest_that_fits
 
     return largest_that_fits(args, build)
 
 
 def find_learning_rate(args: Any, build: Any, world: Any) -> None:
-    from extras.find_learning_rate import search
+    from extras.plan.find_learning_rate import search
 
     search.find_learning_rate(args, build, world)
 
@@ -247,18 +247,18 @@ def read_checkpoint(directory: Path, config: Any) -> tuple[Any, dict]:
 
 
 def pickled_metadata(data: bytes) -> dict:
-    from extras.pickled_metadata import content_of_pickle
+    from extras.interop.pickled_metadata import content_of_pickle
 
     return content_of_pickle(data)
 
 
 def check_push(name: str) -> None:
-    import extras.push_to_hub
+    import extras.publish.push_to_hub
 
-    extras.push_to_hub.check_push(name)
+    extras.publish.push_to_hub.check_push(name)
 
 
 def push(directory: Path, name: str) -> None:
-    import extras.push_to_hub
+    import extras.publish.push_to_hub
 
-    extras.push_to_hub.push(directory, name)
+    extras.publish.push_to_hub.push(directory, name)

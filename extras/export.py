@@ -24,14 +24,14 @@ from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
 from common.files.json_files import check_type, shorten
 from common.files.runs import final_model_of, list_checkpoints
+from common.models.family import Family, families, family_of
 from common.models.layers.model_card import Training
-from common.models.registry import Family, families, family_of
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE
 from common.training.checkpoint_reader import StoredTensors
 from common.training.resume import damage_of, newest_usable
+from extras.families.text.tokenizers import Tokenizer, load_tokenizer
 from extras.prepare.output_directory import check_free
-from extras.text.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

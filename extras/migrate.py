@@ -20,7 +20,7 @@ from typing import Any
 
 from common.cli import UserError, run
 from common.flags import FlagSpec
-from extras.foreign_flags import (
+from extras.interop.foreign_flags import (
     ACCELERATE,
     CLM_DEFAULTS,
     RECIPE,
@@ -30,8 +30,8 @@ from extras.foreign_flags import (
     Ours,
     number,
 )
-from extras.foreign_launch import accelerate, rendezvous, shell_variables
-from extras.translation import Translation, entry_of, note_of, of_recipe, pairs, shown
+from extras.interop.foreign_launch import accelerate, rendezvous, shell_variables
+from extras.interop.translation import Translation, entry_of, note_of, of_recipe, pairs, shown
 
 # The train scripts, and the class of each one's own flags.
 STRATEGIES = {
@@ -72,7 +72,7 @@ def _in_words(ours: Ours, words: list[str]) -> str:
 def script_with(option: str, task: str) -> str:
     """Which of the train scripts has an option; "" if none has."""
     from common.flags import flag_specs
-    from common.training.registry import arguments_of
+    from common.training.parse import arguments_of
 
     for script in STRATEGIES:
         with suppress(ImportError):  # installed without the scripts
@@ -171,8 +171,8 @@ def _of_decoder(words: list[str]) -> bool:
 def _flags(made: Translation, given: list[str], theirs: str) -> None:
     """The script's flags."""
     from common.flags import changed_defaults, flag_specs, is_file_of_flags
-    from common.training.registry import COUNTERPARTS, RECIPE_CONFIGS, arguments_of, task_name
-    from extras.decoders.causal_arguments import CausalArguments, without_comments
+    from common.training.parse import COUNTERPARTS, RECIPE_CONFIGS, arguments_of, task_name
+    from extras.families.decoders.causal_arguments import CausalArguments, without_comments
 
     if given and is_file_of_flags(given[0]):
         made.config, given = given[0], given[1:]
@@ -314,7 +314,7 @@ def _steps(made: Translation, steps: dict[str, str]) -> None:
 
 def check(made: Translation) -> None:
     """UserError if the script refuses the translated flags."""
-    from common.training.registry import parse_run
+    from common.training.parse import parse_run
 
     if made.script in STRATEGIES and made.argv:
         argv = [str(ROOT / made.config), *made.flags] if made.config else made.flags
@@ -323,7 +323,7 @@ def check(made: Translation) -> None:
             import torch
 
             from common.distributed.world import World
-            from extras.hf_backend import check as check_backend
+            from extras.interop.hf_backend import check as check_backend
 
             check_backend(args, World(0, 0, 1, torch.device("cpu"), cp_size=args.process.cp_size))
 

@@ -153,7 +153,7 @@ launch() {
   if [ -d /opt/sagemaker_cluster ]; then hyperpod=(--auto-resume=1); fi
   # The rendezvous of several nodes runs on the first node, where this script runs; each start has its own. It is
   # unauthenticated, so its port and id are random and cannot be guessed from the network. The id is passed in the
-  # environment, which only the owner can read. On one node nothing listens on the network (extras/launcher/rendezvous.py).
+  # environment, which only the owner can read. On one node nothing listens on the network (extras/launch/rendezvous.py).
   PET_RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   export PET_RDZV_ID
   run "${steps[@]}" ${hyperpod[@]+"${hyperpod[@]}"} --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
@@ -284,7 +284,7 @@ pretrain() {
   fi
   # A run that failed through no fault of the user's (a rank out of memory, a failed collective, a node that was away)
   # is started again: here if all nodes are free, else from the queue. The third start in a row without a new checkpoint
-  # ends with 2 (extras/launcher/restarts.py).
+  # ends with 2 (extras/launch/restarts.py).
   while [ "$status" -eq 0 ]; do
     launch "$@" || status=$?
     case $status in

@@ -96,7 +96,7 @@ WAITING = (
     ("ops/test_slurm", "test_readme", "ops/test_push"),
     ("ops/test_containers", "ops/test_kubernetes_run", "extras/preflight/"),
     (
-        *("distributed/", "extras/launcher/"),
+        *("distributed/", "extras/launch/"),
         *("training/test_soak", "training/test_resume", "training/test_fsdp2_faults", "training/test_trackers"),
     ),
 )

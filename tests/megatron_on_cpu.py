@@ -1,7 +1,7 @@
 """What megatron-fsdp needs to run on CPU tensors with gloo: stand-ins for calls of CUDA and NCCL, none for its own.
 
 `install` patches torch for the whole process: call it in ranks that a test has forked. Streams and events are those of
-a dry run (extras.megatron) and do their work at once, as a CPU does. What is asynchronous is as late as can
+a dry run (extras.speed.megatron) and do their work at once, as a CPU does. What is asynchronous is as late as can
 be: weights are gathered when the library waits for them, so that one who does not wait computes with what lay there
 before.
 """
@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from extras import megatron
-from extras.megatron import CALLS
+from extras.speed import megatron
+from extras.speed.megatron import CALLS
 
 
 class Late:

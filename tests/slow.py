@@ -19,12 +19,12 @@ SLOW = {
         for phase in ("setup", "first batch", "fork", "step", "save", "end")
         for points in ((40,) if phase in ("first batch", "fork", "save") else (2, 40))
     ),
-    "extras/amplify/test_model.py": (
+    "extras/families/amplify/test_model.py": (
         "test_amplify_every_size_equals_reference[chandar-lab/AMPLIFY_350M]",
         "test_amplify_layer_compiles_to_one_graph[False]",
         "test_amplify_layer_compiles_to_one_graph[True]",
     ),
-    "extras/amplify/test_runs.py": (
+    "extras/families/amplify/test_runs.py": (
         "test_amplify_run_of_every_strategy_equals_one_process[train_ddp.py-flags0]",
         "test_amplify_run_of_every_strategy_equals_one_process[train_mfsdp.py-flags2]",
         "test_amplify_run_of_every_strategy_equals_one_process[train_ddp_cp.py-flags3]",
@@ -32,10 +32,10 @@ SLOW = {
         "test_amplify_layers_compute_in_emulated_formats[nvfp4]",
         "test_amplify_with_muon_equals_one_process",
     ),
-    "extras/decoders/test_model.py": ("test_decoder_compiled_layers_agree[mistral_8x7b]",),
-    "extras/downstream/test_groups.py": ("test_fine_tuning_holds_out_clusters_by_mmseqs",),
-    "extras/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs_and_counts_relatives",),
-    "extras/dry_run/test_dry_run.py": (
+    "extras/families/decoders/test_model.py": ("test_decoder_compiled_layers_agree[mistral_8x7b]",),
+    "extras/after/downstream/test_groups.py": ("test_fine_tuning_holds_out_clusters_by_mmseqs",),
+    "extras/after/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs_and_counts_relatives",),
+    "extras/plan/dry_run/test_dry_run.py": (
         "test_dry_run_peak_is_that_of_a_real_run[train_fsdp2.py-4-num_hidden_layers=2,hidden_size=240,num_attention_heads=10,intermediate_size=960-flags3]",
         "test_dry_run_peak_is_that_of_a_real_run[train_fsdp2.py-2-None-flags6]",
         "test_dry_run_fits_the_guides_layout_of_llama_8b",
@@ -45,7 +45,7 @@ SLOW = {
         "test_auto_pack_is_the_largest_that_divides_the_batch",
         "test_dry_run_peak_is_that_of_a_real_run[train_ddp.py-1-num_hidden_layers=2,hidden_size=240,num_attention_heads=10,intermediate_size=960-flags4]",
     ),
-    "extras/dry_run/test_dry_run_mfsdp.py": (
+    "extras/plan/dry_run/test_dry_run_mfsdp.py": (
         "test_dry_run_peak_is_that_of_a_real_run[optim_grads_params]",
         "test_dry_run_peak_is_that_of_a_real_run[optim]",
         "test_dry_run_peak_is_that_of_a_real_run[llama]",
@@ -56,20 +56,20 @@ SLOW = {
         "test_dry_run_bytes_per_parameter_are_the_documented_ones[no_shard-4-8-4]",
         "test_dry_run_prints_modes_and_largest_pack",
     ),
-    "extras/esmc/test_downstream.py": ("test_esmc_is_fine_tuned_to_a_stock_model[protein]",),
-    "extras/esmc/test_model.py": (
+    "extras/families/esmc/test_downstream.py": ("test_esmc_is_fine_tuned_to_a_stock_model[protein]",),
+    "extras/families/esmc/test_model.py": (
         "test_esmc_every_size_equals_reference[biohub/ESMC-600M-hf]",
         "test_esmc_every_size_equals_reference[biohub/ESMC-6B-hf]",
         "test_esmc_layer_compiles_to_one_graph[selective-False]",
         "test_esmc_layer_compiles_to_one_graph[none-True]",
     ),
-    "extras/esmc/test_runs.py": (
+    "extras/families/esmc/test_runs.py": (
         "test_esmc_run_of_every_strategy_equals_one_process[train_ddp.py-flags0]",
         "test_esmc_layers_compute_in_emulated_formats[fp8]",
         "test_esmc_with_muon_equals_one_process",
         "test_esmc_resume_after_kill_is_bit_identical",
     ),
-    "extras/find_learning_rate/test_search.py": (
+    "extras/plan/find_learning_rate/test_search.py": (
         "test_search_on_two_ranks_is_that_of_one[train_fsdp2.py-more1]",
         "test_search_on_two_ranks_is_that_of_one[train_mfsdp.py-more2]",
         "test_search_on_two_ranks_is_that_of_one[train_ddp_cp.py-more3]",

@@ -19,8 +19,8 @@ from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.flags import flat
 from common.models.esm2.alphabet import ESM2_TOKENS
-from common.training import registry as tasks
-from extras.decoders.config import GUIDE_RUNS, PRESETS
+from common.training import parse as tasks
+from extras.families.decoders.config import GUIDE_RUNS, PRESETS
 from extras.prepare.sample import SAMPLE
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script

@@ -7,9 +7,9 @@ import re
 import torch
 
 from common.flags import flag_specs, groups
-from common.training.registry import arguments_of
-from extras.decoders.config import PRESETS
-from extras.decoders.model import DecoderForCausalLM
+from common.training.parse import arguments_of
+from extras.families.decoders.config import PRESETS
+from extras.families.decoders.model import DecoderForCausalLM
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from extras.inference.mutant_matrix import WARNING as SAYS_NOTHING
-from extras.prepare.planted import COIL_STRUCTURES, coil_structures
+from extras.after.inference.mutant_matrix import WARNING as SAYS_NOTHING
 from extras.prepare.sample import write_structures
+from extras.prepare.synthetic_structures import COIL_STRUCTURES, coil_structures
 from tests.conftest import ROOT
 from tests.slow import SLOW
 from tests.typed import TWO_LAYERS, alarming, blocks, checkout_in, sh, smaller

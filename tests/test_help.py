@@ -13,7 +13,7 @@ from common.flags import Flags, checked, flag, flag_specs, flat, parse_arguments
 from common.models.esm2.family import ModelFlags
 from common.training.arguments import RunArguments
 from common.training.checkpoint import CheckpointFlags
-from common.training.registry import arguments_of
+from common.training.parse import arguments_of
 from tests.data_fixtures import environment, load_script
 from tests.forked import run_script
 
@@ -51,7 +51,7 @@ def test_help_fits_the_terminal(script, flags):
             assert f"  {name} TEXT" in needed or f"  {name}, " in needed
 
 
-MODULES = ("report", "export", "quant_stats.report", "prepare.sample", "preflight")
+MODULES = ("report", "export", "formats.stats_report", "prepare.sample", "preflight")
 
 
 @pytest.mark.parametrize("module", MODULES)

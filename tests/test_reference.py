@@ -15,15 +15,15 @@ import pytest
 
 from common.files.json_files import read_json, read_json_lines
 from common.training.run_directory import OWN_FILES, TRACES, TRACKER_FILES
-from extras.downstream.contacts import RANGES, precisions
-from extras.downstream.labels import is_number
-from extras.downstream.metrics import values_of
-from extras.downstream.structures import Chain
-from extras.prepare.planted import COIL_STRUCTURES, coil_structures
+from extras.after.downstream.contacts import RANGES, precisions
+from extras.after.downstream.labels import is_number
+from extras.after.downstream.metrics import values_of
+from extras.after.downstream.structures import Chain
 from extras.prepare.sample import write_structures
+from extras.prepare.synthetic_structures import COIL_STRUCTURES, coil_structures
 from tests.conftest import ROOT
 from tests.data_fixtures import call, load_script, proteins, write_fasta
-from tests.extras.inference.embed_fixtures import EMBED, make_model
+from tests.extras.after.inference.embed_fixtures import EMBED, make_model
 from tests.training_fixtures import train
 
 REFERENCE = load_script("docs/make_reference.py")

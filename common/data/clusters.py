@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError, one_line
-from common.files.hashing import hash_counters, scale
+from common.data.counter_rng import hash_counters, scale
 from common.files.json_files import combined_hash
 
 DIRECTORY = "clusters"

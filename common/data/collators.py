@@ -18,11 +18,11 @@ from torch import Tensor
 
 from common.cli import UserError
 from common.data import TokenSet
+from common.data.counter_rng import GAMMA, MASKING, derive_key, hash_counters, mix
 from common.data.crops import Pack
 from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import Mesh
-from common.files.hashing import GAMMA, MASKING, derive_key, hash_counters, mix
-from common.shapes import filled_up, predicted_positions
+from common.shape_buckets import filled_up, predicted_positions
 
 IGNORE = -100  # label of a token without loss: the default ignore_index of torch's cross-entropy
 FATE = 0x5851F42D4C957F2D  # derives the hash that decides between <mask>, random and unchanged

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.files.hashing import CROP, PACK_ORDER, RECORD_ORDER, derive_key, hash_counters, scale
+from common.data.counter_rng import CROP, PACK_ORDER, RECORD_ORDER, derive_key, hash_counters, scale
 
 LOOK_AHEAD = 512  # sequences among which the end of a pack is chosen
 

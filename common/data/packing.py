@@ -24,8 +24,8 @@ from typing import Protocol
 import numpy as np
 
 from common.cli import UserError
+from common.data.counter_rng import BLOCK_ORDER, MEMBER, ROTATION, Permutation, derive_key
 from common.data.crops import Pack, Window, plan_window
-from common.files.hashing import BLOCK_ORDER, MEMBER, ROTATION, Permutation, derive_key
 
 RECORDS_PER_BLOCK = 256
 BLOCKS_PER_WINDOW = 64

@@ -1,7 +1,7 @@
 """The data of a run: batches from a position on, the number of steps, the identity of the data, held-out proteins.
 
 `PreparedData` reads the splits that step 1 wrote (`--dataset_dir`). Files given as they are (`--dataset`,
-`--eval_dataset`) are extras.sources.streamed_data, imported where one of these flags is given.
+`--eval_dataset`) are extras.prepare.sources.streamed_data, imported where one of these flags is given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import TokenStore, open_split
 from common.distributed.world import Mesh, World
 from common.hooks import extra
-from common.shapes import most_predicted, sequences_of_packs
+from common.shape_buckets import most_predicted, sequences_of_packs
 
 logger = logging.getLogger(__name__)
 

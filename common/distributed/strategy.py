@@ -1,7 +1,7 @@
 """What a parallelism strategy does to a model, behind one interface: the training loop does not know which it has.
 
 `Strategy` is one process. `replicate` makes it DistributedDataParallel; common.distributed.fsdp has FSDP2's
-`fully_shard`, extras.megatron Megatron-FSDP.
+`fully_shard`, extras.speed.megatron Megatron-FSDP.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Strategy:
         """Methods (object, name) that wait for other ranks during a pass; none calls another of them."""
         return []
 
-    # ---- extras.dry_run: tensors have no values, collectives do nothing -----------------------------------------
+    # ---- extras.plan.dry_run: tensors have no values, collectives do nothing ----------------------------------------
 
     warmup_steps_before_timing = 0  # steps before memory is the same in every step
 

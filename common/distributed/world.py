@@ -139,8 +139,8 @@ class NullWatch:
 class World:
     """This process in the run; without torchrun a world of one.
 
-    is_dry_run: tensors have no values (extras.dry_run.memory_estimate). local_size: ranks of this node; timeout_s: of
-    collectives; cp_group: the ranks that share this rank's packs, None if it has packs of its own.
+    is_dry_run: tensors have no values (extras.plan.dry_run.memory_estimate). local_size: ranks of this node;
+    timeout_s: of collectives; cp_group: the ranks that share this rank's packs, None if it has packs of its own.
     """
 
     is_dry_run: ClassVar[bool] = False

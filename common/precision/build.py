@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
+from common.data.counter_rng import ROUNDING, derive_key
 from common.distributed.world import World
-from common.files.hashing import ROUNDING, derive_key
 from common.hooks import extra
 from common.models.layers.linear import RoundedWeights
 from common.models.layers.residual import Model

@@ -17,8 +17,8 @@ from common.distributed.run import ProcessFlags
 from common.distributed.strategy import StrategyFlags
 from common.flags import Flags, Missing, flag
 from common.hooks import extra
+from common.models.family import Family
 from common.models.layers.backend import BackendFlags
-from common.models.registry import Family
 from common.precision.plan import PrecisionFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.optim import OptimizerFlags
@@ -59,7 +59,7 @@ class DryRunFlags(Flags):
 
 @dataclass(frozen=True)
 class LearningRateFlags(Flags):
-    """Of the search for a learning rate (extras/find_learning_rate/)."""
+    """Of the search for a learning rate (extras/plan/find_learning_rate/)."""
 
     group = "optimiser"
     unlisted = ("find_learning_rate", "find_steps", "find_minutes")
@@ -84,7 +84,7 @@ class LearningRateFlags(Flags):
 
 @dataclass(frozen=True)
 class DownstreamFlags(Flags):
-    """Of evaluations beside the held-out loss (extras/downstream/)."""
+    """Of evaluations beside the held-out loss (extras/after/downstream/)."""
 
     group = "training and evaluation"
     unlisted = ("eval_contacts", "eval_mutations", "eval_probe", "eval_downstream_steps")

@@ -17,10 +17,10 @@ import torch
 
 from common.data import TokenSet
 from common.data.collators import IGNORE, MaskingCollator, MaskRates
+from common.data.counter_rng import GAMMA, hash_counters, mix
 from common.data.flags import DataFlags
 from common.data.training_data import held_out_batches
 from common.distributed.world import World
-from common.files.hashing import GAMMA, hash_counters, mix
 from common.training.neighbours import Neighbours
 from common.training.protein_losses import hash_of_questions
 

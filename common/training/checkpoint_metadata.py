@@ -7,7 +7,7 @@
 `file` is an index into `files`; `begin` and `length` delimit the bytes torch.save wrote. `decode` checks every number
 before use: chunks lie within their tensor and fill it, bytes lie within their file and do not overlap. So tensors take
 no more memory than their files take bytes. Older checkpoints have only torch's pickled `.metadata`
-(extras/pickled_metadata.py), which passes the same checks.
+(extras/interop/pickled_metadata.py), which passes the same checks.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ class Evaluator:
         return {prefixes[split]: found.losses for split, (_, found) in self._last.items() if found.losses is not None}
 
     def downstream(self, step: int) -> dict[str, float]:
-        """Results of what else the flags ask of the model after `step` steps (extras.downstream.in_loop); or {}."""
+        """Results of what else the flags ask of the model after `step` steps, or {}:
+        extras.after.downstream.during_training."""
         if self._downstream is None:
             return {}
         if step not in self._last_downstream:

@@ -28,8 +28,8 @@ from common.training.duration import Duration
 from common.training.evaluation import Evaluator
 from common.training.interval import Interval
 from common.training.optim import set_hyperparameters
+from common.training.parse import task_of
 from common.training.progress import RunPlan, TrainerState, plan_run
-from common.training.registry import task_of
 from common.training.results import announce, export_model, run_info, training_results, write_evaluations
 from common.training.resume import ResumePlan, plan_resume
 from common.training.run_directory import RunDirectory

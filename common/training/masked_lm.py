@@ -1,4 +1,4 @@
-"""Masked language modelling with an encoder. What differs between encoders is their family's (common.models.registry).
+"""Masked language modelling with an encoder. What differs between encoders is their family's (common.models.family).
 
 Held-out sums are over all selected residues of a split, on all ranks, and divided once: no mean of means. Masks depend
 on the protein alone, so every evaluation, model and number of ranks predicts the same residues. Of those, 80 % are
@@ -35,8 +35,8 @@ from common.distributed.world import World
 from common.flags import Missing
 from common.hooks import extra
 from common.models.esm2.family import ModelFlags
-from common.models.registry import Family, encoder_family
-from common.shapes import filled_up
+from common.models.family import Family, encoder_family
+from common.shape_buckets import filled_up
 from common.training.arguments import RunArguments
 from common.training.baselines import BaselineLosses, Baselines
 from common.training.curves import PlotLabels

@@ -172,7 +172,7 @@ def _job() -> dict:
         "torchrun": _parent_process(),
         "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
         "command": sys.argv[1:],
-        "uid": os.environ.get("JOB_UID"),  # a Kubernetes job's (extras/launcher/restarts.py)
+        "uid": os.environ.get("JOB_UID"),  # a Kubernetes job's (extras/launch/restarts.py)
     }
 
 

@@ -171,7 +171,7 @@ def parse_steps(text: str) -> range:
 
 
 class Tracker:
-    """The interface of TensorBoard and W&B (extras/trackers.py). This one, the default, drops everything."""
+    """The interface of TensorBoard and W&B (extras/publish/trackers.py). This one, the default, drops everything."""
 
     def write(self, row: dict) -> None:
         """Log the numbers of a row of metrics.jsonl, or of any {"step": ..., name: value}."""

@@ -143,7 +143,7 @@ class Stepper:
                 (loss_sum * (scale / max(counts.num_targets, 1))).backward()
             loss += loss_sum.detach()
         world.watch.mark("gradient norm", step + 1)
-        clips = getattr(self.optimizer, "clips_and_rounds", False)  # extras.triton_adamw
+        clips = getattr(self.optimizer, "clips_and_rounds", False)  # extras.speed.triton_adamw
         norm = strategy.clip(0.0 if clips else self.max_grad_norm).to(world.device)
         # Prefetch here, while a GPU still works on the backward pass.
         coming, waited = prefetcher.prefetch(step + 2) if prefetcher else (torch.zeros(0, dtype=torch.float64), 0.0)

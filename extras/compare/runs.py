@@ -23,7 +23,7 @@ from common.training.protein_losses import ProteinLosses, read_losses
 from common.training.resume import short_identity
 from common.training.run_logger import LogFlags
 from common.training.verdict import held_out_key
-from extras.find_learning_rate.search import WITHOUT_EFFECT as OF_LOADING
+from extras.plan.find_learning_rate.search import WITHOUT_EFFECT as OF_LOADING
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.files.hashing import GAMMA, MULTIPLIERS
+from common.data.counter_rng import GAMMA, MULTIPLIERS
 from common.precision.plan import BlockScaling, CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
 # Every `quantize_*` returns `Quantized`: the tensor is values * scale. `values` are numbers of the format times the
@@ -150,7 +150,7 @@ def quantize_nvfp4(x: Tensor, block: Block, key: int | None = None) -> Quantized
 def rounding_noise(key: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """fp32 [count] of the 256 numbers (k + 0.5) / 256 - 0.5: eight random bits each, as matrix units use.
 
-    A counter-based hash, `common.files.hashing.hash_counters` on the device: eight numbers from each 64 bits.
+    A counter-based hash, `common.data.counter_rng.hash_counters` on the device: eight numbers from each 64 bits.
     """
 
     def shifted(x: Tensor, bits: int) -> Tensor:  # as unsigned

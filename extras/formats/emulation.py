@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.compat import disable_dynamo
+from common.data.counter_rng import ROUNDING, derive_key
 from common.distributed.world import World
-from common.files.hashing import ROUNDING, derive_key
 from common.models.layers.linear import linear
 from common.models.layers.residual import Model
 from common.precision.plan import DelayedScaling, NVFP4BlockScaling, Plan, Recipe
@@ -89,7 +89,7 @@ class DelayedScales:
 
 
 class Watcher(Protocol):
-    """Receives every operand and every result (extras.quant_stats.stats)."""
+    """Receives every operand and every result (extras.formats.stats)."""
 
     def operand(
         self, layer: int, matmul: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized
@@ -175,7 +175,7 @@ def set_matmuls(model: Model, plan: Plan, make: Callable[[Recipe, int, int], Cal
 
 
 class ByExpert:
-    """Takes the place of `extras.decoders.grouped.grouped_linear`: a matmul for each expert."""
+    """Takes the place of `extras.families.decoders.grouped.grouped_linear`: a matmul for each expert."""
 
     def __init__(self, matmuls: list[Callable[..., Tensor]]):
         self.matmuls = matmuls

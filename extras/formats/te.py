@@ -27,8 +27,8 @@ from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4
 
 from common.cli import UserError
 from common.compat import te_field
+from common.data.counter_rng import derive_key
 from common.distributed.world import World
-from common.files.hashing import derive_key
 from common.models.layers.residual import Model
 from common.precision import plan as plans
 from common.precision.plan import Plan, Recipe

@@ -11,8 +11,8 @@ from common.cli import UserError
 from common.flags import flat
 from common.models.esm2.config import override
 from common.training.arguments import RunArguments
-from common.training.registry import parse_run
-from extras.decoders.config import PRESETS
+from common.training.parse import parse_run
+from extras.families.decoders.config import PRESETS
 from extras.migrate import STRATEGIES, strategy_of
 from extras.prepare.sample import SAMPLE
 

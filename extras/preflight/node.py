@@ -19,12 +19,12 @@ from common.data.token_store import open_split
 from common.files.runs import CHECKPOINT
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES
+from common.models.family import Family, family_of
 from common.models.layers.initialise import count_parameters
-from common.models.registry import Family, family_of
-from extras.decoders.config import PRESETS
+from extras.families.decoders.config import PRESETS
 from extras.preflight.report import ERROR, OK, WARN, Finding
-from extras.sources.dataset import Source, open_source
-from extras.sources.streamed_data import MemoryStore
+from extras.prepare.sources.dataset import Source, open_source
+from extras.prepare.sources.streamed_data import MemoryStore
 
 BYTES_PER_PARAMETER = 12  # weights and two moments in fp32
 BYTES_OF_MOMENT = 4

@@ -25,16 +25,16 @@ import pyarrow.parquet
 from common.cli import UserError, log_every, one_line
 from common.data import Gaps
 from common.data.clusters import DIRECTORY, Clusters
-from common.files.hashing import hash_bytes
+from common.data.counter_rng import hash_bytes
 from common.files.json_files import sync, sync_directory
 from extras.prepare.output_directory import Build
 from extras.prepare.partitions import boot_id
+from extras.prepare.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_decompressed
+from extras.prepare.sources.csv_records import read_rows
+from extras.prepare.sources.parquet_pages import read_columns
+from extras.prepare.sources.records import BadRecords, Policy, characters
+from extras.prepare.sources.residues import Cleaner
 from extras.prepare.splits import SPLITS, Buckets, draw_splits, join, without_copies, write_indices
-from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_decompressed
-from extras.sources.csv_records import read_rows
-from extras.sources.parquet_pages import read_columns
-from extras.sources.records import BadRecords, Policy, characters
-from extras.sources.residues import Cleaner
 
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16

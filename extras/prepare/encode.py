@@ -19,14 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.cli import UserError
-from common.files.hashing import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
+from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
 from common.files.json_files import sync
 from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
 from extras.prepare.dataset_writer import TOKEN_FEATURES, PieceWriters, arrow_schema
 from extras.prepare.output_directory import Build
+from extras.prepare.sources.records import characters
+from extras.prepare.sources.residues import Cleaner
 from extras.prepare.splits import SPLITS
-from extras.sources.records import characters
-from extras.sources.residues import Cleaner
 
 # A record's hash of its token ids, its length before truncation, and its split (an index into SPLITS).
 KEY = np.dtype([("hash", "<u8"), ("residues", "<u4"), ("split", "<u4")])

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 from common.cli import UserError
 from common.files.json_files import content_hashes
 from extras.prepare.download import ANYTHING, RETRIES, DownloadFiles, Expected, RetryPolicy, download
+from extras.prepare.sources.compression import check_duplicates, check_file
 from extras.prepare.transfers import SCHEMES, FetchError, TemporaryError, identity, shown
-from extras.sources.compression import check_duplicates, check_file
 
 logger = logging.getLogger(__name__)
 HEX_DIGITS = {"md5": 32, "sha256": 64}

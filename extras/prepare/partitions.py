@@ -1,8 +1,8 @@
 """Shuffle records that do not fit into memory, and write them to partitions of an exact size, in several formats.
 
-Records are lines of bytes, `id TAB text NEWLINE` (extras/sources/records.py). Each gets a random 64-bit key and is
-scattered over 256 bucket files by the key's first bits; then each bucket is read and sorted by the whole key. A bucket
-fits into memory up to 32 GB of text; a larger one is read several times, for a range of keys each. A killed run
+Records are lines of bytes, `id TAB text NEWLINE` (extras/prepare/sources/records.py). Each gets a random 64-bit key
+and is scattered over 256 bucket files by the key's first bits; then each bucket is read and sorted by the whole key. A
+bucket fits into memory up to 32 GB of text; a larger one is read several times, for a range of keys each. A killed run
 resumes after the last complete partition.
 
 DuckDB (2.0, ORDER BY key) gives the same order in the same CPU time (1.3 s for 500,000 records) but took 560 MB where
@@ -30,7 +30,7 @@ import pyarrow.parquet
 from common.files.json_files import sync
 from extras.prepare.dataset_writer import TEXT_FEATURES, arrow_schema, shard_name, write_dataset_files
 from extras.prepare.output_directory import Build
-from extras.sources.records import Lines, columns, prefetch, skip, view
+from extras.prepare.sources.records import Lines, columns, prefetch, skip, view
 
 MEMORY_BYTES = 128 << 20  # text of the records in memory; the peak is about twice that
 BATCH_BYTES = 2 << 20  # text of a batch of records

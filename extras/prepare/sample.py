@@ -10,8 +10,8 @@ joined by linkers drawn from the family's own residue composition. A member is i
 insertions and deletions. A model can learn three things beyond residue frequencies: the protein's composition, its
 motifs, and the family itself, as a random split holds out some members of each.
 
---repeats and --potts_families add proteins whose contacts are known (extras/prepare/planted.py); --structures writes
-coordinates of further ones.
+--repeats and --potts_families add proteins whose contacts are known (extras/prepare/synthetic_structures.py);
+--structures writes coordinates of further ones.
 """
 
 import gzip
@@ -26,7 +26,7 @@ import numpy as np
 
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
-from extras.prepare.planted import (
+from extras.prepare.synthetic_structures import (
     BACKGROUND,
     COIL_STRUCTURES,
     POTTS_MEMBERS,

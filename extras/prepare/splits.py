@@ -21,7 +21,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from common.cli import UserError
-from common.files.hashing import CLUSTER_ORDER, derive_key, hash_counters
+from common.data.counter_rng import CLUSTER_ORDER, derive_key, hash_counters
 
 logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.files.hashing import MEMBER, derive_key, hash_counters
+from common.data.counter_rng import MEMBER, derive_key, hash_counters
+from extras.families.text.tokenizers import Tokenizer, load_tokenizer, tokenize
 from extras.prepare.dataset_writer import PieceWriters
 from extras.prepare.output_directory import Build
-from extras.sources.sequence_files import ROW_BITS, Unit, read_rows
-from extras.text.tokenizers import Tokenizer, load_tokenizer, tokenize
+from extras.prepare.sources.sequence_files import ROW_BITS, Unit, read_rows
 
 DOCUMENTS_AT_ONCE = 512
 

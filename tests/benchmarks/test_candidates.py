@@ -14,7 +14,7 @@ from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers.residual import Block
 from common.training import evaluation, load_model, task
-from extras.muon import Muon, OwnedBlock
+from extras.speed.muon import Muon, OwnedBlock
 from tests.forked import run_script
 from tests.training_fixtures import environment, flags_of, rows
 

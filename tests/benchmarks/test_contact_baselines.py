@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.contact_baselines import by_turn, dot_plot, separation_prior, turn_of
-from extras.downstream.contacts import mean_precisions, pairs, precisions
-from extras.downstream.structures import Chain, read_structures
-from extras.prepare.planted import COIL_STRUCTURES, coil_structures
+from extras.after.downstream.contacts import mean_precisions, pairs, precisions
+from extras.after.downstream.structures import Chain, read_structures
 from extras.prepare.sample import write_structures
+from extras.prepare.synthetic_structures import COIL_STRUCTURES, coil_structures
 
 
 def test_dot_plot_counts_equal_residues_along_the_diagonal():

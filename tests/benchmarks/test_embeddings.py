@@ -9,7 +9,7 @@ import pytest
 from benchmarks import embeddings
 from extras.prepare.sample import make_proteins
 from tests.data_fixtures import call, write_fasta
-from tests.extras.inference.embed_fixtures import make_model
+from tests.extras.after.inference.embed_fixtures import make_model
 
 DIFFERENCE = re.compile(r"largest difference.*: (\S+e-\d\d)")
 

@@ -21,8 +21,8 @@ from benchmarks.gpu_throughput import Arguments
 from benchmarks.measuring import words
 from common.cli import UserError
 from common.flags import checked
-from common.training.registry import parse_run
-from extras.dry_run.dry_run import GIB
+from common.training.parse import parse_run
+from extras.plan.dry_run.dry_run import GIB
 from tests.forked import ROOT, run_script
 from tests.patience import run
 from tests.training_fixtures import rows

@@ -18,10 +18,10 @@ from benchmarks.contact_baselines import untrained_model
 from benchmarks.real_downstream import MAVENN, TABLES, fetch, mutations_of, page, read_chains, read_measured, unpack
 from common.cli import UserError
 from common.models.esm2.config import load_config, override
-from extras.downstream.contacts import ContactEvaluation
-from extras.inference.measured import BLOSUM62, RESIDUES
-from extras.prepare.planted import COIL_STRUCTURES, coil_structures
+from extras.after.downstream.contacts import ContactEvaluation
+from extras.after.inference.correlation import BLOSUM62, RESIDUES
 from extras.prepare.sample import write_structures
+from extras.prepare.synthetic_structures import COIL_STRUCTURES, coil_structures
 from tests.training_fixtures import TINY_OVERRIDES
 
 SETUP = b"import pathlib; pathlib.Path('ran').touch()"

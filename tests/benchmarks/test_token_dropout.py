@@ -7,9 +7,9 @@ import torch
 from transformers import EsmForMaskedLM
 
 from benchmarks.token_dropout import HIDDEN, at_scale, compare, questions
-from common.models.registry import encoder_family
-from extras.inference.encoder import Encoder, EncoderFlags
-from tests.extras.inference.embed_fixtures import make_model
+from common.models.family import encoder_family
+from extras.after.inference.encoder import Encoder, EncoderFlags
+from tests.extras.after.inference.embed_fixtures import make_model
 
 
 @torch.no_grad()

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from benchmarks import window_ends
-from extras.inference.encoder import Encoder, EncoderFlags, embed
+from extras.after.inference.encoder import Encoder, EncoderFlags, embed
 from extras.prepare.sample import make_proteins
 from tests.data_fixtures import call, write_fasta
-from tests.extras.inference.embed_fixtures import make_model
+from tests.extras.after.inference.embed_fixtures import make_model
 
 
 def test_windows_with_ends_are_those_of_embed(tmp_path):

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from common.models.esm2 import alphabet
-from extras.sources.dataset import open_source
-from extras.sources.streams import Stream, plan_streams
+from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.streams import Stream, plan_streams
 
 COUNT = 600
 PACKED = {"seed": 3, "max_seq_length": 128, "tokens_per_pack": 512}

@@ -12,7 +12,7 @@ from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import ESM2_TOKENS, MASK, PAD
-from extras.sources.streamed_data import MemoryStore
+from extras.prepare.sources.streamed_data import MemoryStore
 
 LENGTHS = np.array([40, 3, 1, 77, 22])
 

@@ -20,7 +20,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.compiling import compile_layers
-from common.shapes import most_predicted, sequences_of_packs
+from common.shape_buckets import most_predicted, sequences_of_packs
 from tests.data_fixtures import REAL_SAMPLE
 from tests.models.reference import packed, random_batch
 

@@ -28,7 +28,7 @@ from common.data.token_store import TokenStore
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, encode
-from extras.sources.fasta import read_fasta
+from extras.prepare.sources.fasta import read_fasta
 from tests.conftest import ROOT
 from tests.patience import run
 

@@ -14,11 +14,11 @@ import pytest
 
 from common.cli import UserError
 from common.data import packing
+from common.data.counter_rng import Permutation
 from common.data.crops import fill_packs
 from common.data.packing import BatchPlan, Pack, Position
-from common.files.hashing import Permutation
 from common.models.esm2.alphabet import encode
-from extras.sources.fasta import read_fasta
+from extras.prepare.sources.fasta import read_fasta
 
 
 def protein_lengths(count: int, seed: int = 0) -> np.ndarray:

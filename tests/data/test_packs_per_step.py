@@ -19,8 +19,8 @@ from common.data.training_data import PlannedData
 from common.distributed.world import Mesh
 from common.flags import parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.sources.streamed_data import MemoryStore
-from extras.sources.streams import StreamedOrder
+from extras.prepare.sources.streamed_data import MemoryStore
+from extras.prepare.sources.streams import StreamedOrder
 from tests.data.stream_fixtures import plan_of, proteins, write
 
 # Four workers on a machine with fewer cores are the point here, not a mistake.

@@ -13,7 +13,7 @@ from common.data.collators import MaskingCollator
 from common.data.loader import TrainLoader, merge_positions
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.sources.streams import Stream, StreamedOrder, StreamPosition
+from extras.prepare.sources.streams import Stream, StreamedOrder, StreamPosition
 from tests.data.stream_fixtures import PACKED, PADDED, first_epoch, plan_of, proteins, texts_of, write
 
 
@@ -45,15 +45,17 @@ def test_assignment_covers_every_row_once(tmp_path, files, row_group, packs):
 def test_window_is_independent_of_read_blocks(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", proteins(), row_group=600)
     packs = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
-    monkeypatch.setattr("extras.sources.sequence_files.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("extras.prepare.sources.sequence_files.ROWS_AT_ONCE", 7)
     again = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
     assert all(np.array_equal(a, b) for a, b in zip(packs, again, strict=True))
 
 
 @pytest.mark.parametrize("window_tokens", [3000, 1 << 20])
 def test_stream_resumes_at_any_position(tmp_path, monkeypatch, window_tokens):
-    monkeypatch.setattr("extras.sources.streams.WINDOW_TOKENS", window_tokens)  # several windows in a unit, or one
-    monkeypatch.setattr("extras.sources.streams.PACKS_PER_WINDOW", 2)
+    monkeypatch.setattr(
+        "extras.prepare.sources.streams.WINDOW_TOKENS", window_tokens
+    )  # several windows in a unit, or one
+    monkeypatch.setattr("extras.prepare.sources.streams.PACKS_PER_WINDOW", 2)
     plan = plan_of(write(tmp_path / "a.parquet", proteins(200)), 1)
     stream = Stream(plan, 0)
     made = [next(stream) for _ in range(60)]  # more than an epoch
@@ -127,7 +129,7 @@ LONG = {"seed": 3, "max_seq_length": 4000, "tokens_per_pack": 4096}
 def small_windows(monkeypatch):
     """About 31 proteins, or 4,960 tokens."""
     for name, value in (("WINDOW_TOKENS", 8000), ("PACKS_PER_WINDOW", 1), ("LONG_PROTEIN", 160)):
-        monkeypatch.setattr(f"extras.sources.streams.{name}", value)
+        monkeypatch.setattr(f"extras.prepare.sources.streams.{name}", value)
 
 
 def lengths_of(count: int, long: int) -> list[str]:
@@ -139,7 +141,7 @@ def lengths_of(count: int, long: int) -> list[str]:
 @pytest.mark.parametrize("rows_at_once", [7, 4096])
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
 def test_window_has_fewer_long_proteins(tmp_path, monkeypatch, small_windows, name, rows_at_once):
-    monkeypatch.setattr("extras.sources.sequence_files.ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr("extras.prepare.sources.sequence_files.ROWS_AT_ONCE", rows_at_once)
     texts = [*lengths_of(300, 1000), "M" * 9000, *lengths_of(60, 50)]
     plan = plan_of(write(tmp_path / name, texts, row_group=999), 1, **LONG)
     stream, held, packs = Stream(plan, 0), [], []
@@ -160,8 +162,8 @@ def test_window_of_usual_proteins_equals_earlier_version(tmp_path, monkeypatch, 
     texts = [*proteins(300), "MKVLA" * 2000, *lengths_of(90, 120)]
     plan = plan_of(write(tmp_path / "a.csv", texts), 1)
     some = [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)]
-    monkeypatch.setattr("extras.sources.streams.LONG_PROTEIN", 1 << 40)
-    monkeypatch.setattr("extras.sources.streams.Block.cropped", lambda block, *_: block)
+    monkeypatch.setattr("extras.prepare.sources.streams.LONG_PROTEIN", 1 << 40)
+    monkeypatch.setattr("extras.prepare.sources.streams.Block.cropped", lambda block, *_: block)
     assert [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)] == some
 
 
@@ -170,7 +172,7 @@ def test_stream_resumes_earlier_versions_position(tmp_path, monkeypatch, small_w
     texts = lengths_of(300, 1000)
     plan = plan_of(write(tmp_path / "a.csv", texts), 1, **LONG)
     with monkeypatch.context() as before:
-        before.setattr("extras.sources.streams.LONG_PROTEIN", 1 << 40)
+        before.setattr("extras.prepare.sources.streams.LONG_PROTEIN", 1 << 40)
         old = [(ids.tolist(), list(position)[:4]) for _, ids, position in islice(Stream(plan, 0), 30)]
     number = next(n for n, (_, position) in enumerate(old) if position[2] >= 90 and position[3] == 2)
     assert len(StreamPosition.of(json.loads(json.dumps(old[number][1])))) == 5

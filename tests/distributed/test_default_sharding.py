@@ -9,7 +9,7 @@ import torch
 
 from common.distributed.fsdp import default_sharding
 from common.distributed.strategy import default_bucket_mb
-from extras.dry_run.memory_estimate import FakeWorld
+from extras.plan.dry_run.memory_estimate import FakeWorld
 
 GB = 10**9
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from extras.downstream.mutations import read_table
+from extras.after.downstream.mutations import read_table
+from extras.after.inference.correlation import spearman
+from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.mutations import score
 from extras.export import choose, export
-from extras.inference.encoder import Encoder, EncoderFlags
-from extras.inference.measured import spearman
-from extras.inference.mutations import score
 from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
 
 RUN = {"max_steps": 6, "packs_per_step": 4, "tokens_per_pack": 256, "save_steps": 3}

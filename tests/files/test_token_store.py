@@ -18,10 +18,10 @@ from datasets import Dataset, DatasetDict, Features, List, Sequence, Value, load
 from common.cli import UserError
 from common.data.token_store import TokenStore, open_split
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, PAD, encode
-from extras.sources.csv_records import csv_files
-from extras.sources.dataset import open_source
-from extras.sources.fasta import read_fasta
-from extras.sources.sequence_files import read_rows, units_of
+from extras.prepare.sources.csv_records import csv_files
+from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.fasta import read_fasta
+from extras.prepare.sources.sequence_files import read_rows, units_of
 
 OURS = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common.models.layers.initialise import initialise
 from common.models.layers.recompute import save_activations
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from extras.decoders.config import PRESETS
-from extras.decoders.model import DecoderForCausalLM
+from extras.families.decoders.config import PRESETS
+from extras.families.decoders.model import DecoderForCausalLM
 from extras.formats.emulation import Emulation
 from tests.gpu.test_te import HOPPER, SMALL, forget, loss_and_gradients, process_group  # noqa: F401 - a fixture
 from tests.gpu.test_training import relative

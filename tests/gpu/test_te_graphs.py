@@ -42,7 +42,7 @@ def loss_of(model: Model, batch: dict) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["esm", "llama"])
 def test_recorded_layers_equal_eager_ones(family):
     """Losses and gradients of accumulated packs whose boundaries differ, before and after a step of the optimiser."""
-    from extras.te_graphs import record_layers
+    from extras.speed.te_graphs import record_layers
 
     def fresh() -> Model:
         if family == "llama":

@@ -14,7 +14,7 @@ from common.models.esm2.model import build_model
 from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import Linear, RoundedWeights
-from extras import fused_gelu
+from extras.speed import fused_gelu
 from tests.models.reference import ours_like, packed, random_batch, reference_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extras.decoders.config import PRESETS
+from extras.families.decoders.config import PRESETS
 from tests.guides.checks import (
     Check,
     Here,
@@ -98,7 +98,7 @@ def own_dataset(flag: str) -> Check:
 
 def rates_of_the_logs(here: Here) -> None:
     """Llama's log over 100 steps without warm-up, Mathstral's over 5,000 with one of 16; a line has the next."""
-    from common.training.registry import parse_run
+    from common.training.parse import parse_run
     from tests.data_fixtures import load_script
 
     for steps, at, expected in (
@@ -334,7 +334,7 @@ FSDP_SLURM = {
     19: decoder_job("mathstral_7b", save_steps=50, eval_steps=500, per_device_train_batch_size=1, **LONG),
     20: Row(
         "Mixtral has 46.70 B, Mathstral 7.25 B parameters",
-        held("extras/decoders/test_model.py::test_decoder_presets_equal_published"),
+        held("extras/families/decoders/test_model.py::test_decoder_presets_equal_published"),
         blocks=(11, 14),
     ),
     21: Row("the table of sizes", sizes_of_the_table),

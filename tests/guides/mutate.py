@@ -66,8 +66,10 @@ CHANGES = (
     Change("configs/guide_fsdp.yaml", "packs_per_step: 22", "packs_per_step: 24"),
     Change("configs/guide_ddp.yaml", "esm2_t6_8M", "esm2_t12_35M"),
     Change("configs/sanity.yaml", "max_steps: 250", "max_steps: 25"),
-    Change("extras/foreign_flags.py", '"checkpoint.ckpt_dir": Ours("output_dir")', '"checkpoint.ckpt_dir": Ours()'),
-    Change("extras/decoders/config.py", '"llama3_1_8b": GuideRun(100,', '"llama3_1_8b": GuideRun(10,'),
+    Change(
+        "extras/interop/foreign_flags.py", '"checkpoint.ckpt_dir": Ours("output_dir")', '"checkpoint.ckpt_dir": Ours()'
+    ),
+    Change("extras/families/decoders/config.py", '"llama3_1_8b": GuideRun(100,', '"llama3_1_8b": GuideRun(10,'),
     Change("common/distributed/strategy.py", "ddp_bucket_cap_mb", "bucket_megabytes"),
     Change("common/data/flags.py", "max_train_samples", "max_training_samples"),
     Change("docs/differences.md", "| 8M has 7,840,794 parameters", "| 8M has 8M parameters"),

@@ -98,7 +98,7 @@ RECIPE = {
         "AMPLIFY",
         all_of(
             differs("AMPLIFY"),
-            held("extras/amplify/test_runs.py::test_amplify_run_of_every_strategy_equals_one_process"),
+            held("extras/families/amplify/test_runs.py::test_amplify_run_of_every_strategy_equals_one_process"),
         ),
     ),
     3: Row(

@@ -27,8 +27,8 @@ from common.models.layers.context_attention import (
 )
 from common.models.layers.initialise import initialise
 from common.models.layers.residual import Model
-from extras.decoders.config import DecoderConfig
-from extras.decoders.model import DecoderForCausalLM
+from extras.families.decoders.config import DecoderConfig
+from extras.families.decoders.model import DecoderForCausalLM
 
 LENGTHS = {  # of the sequences of a pack
     "mixed": [1, 3, 16, 29, 70, 5, 41],

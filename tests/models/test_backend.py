@@ -19,8 +19,8 @@ from common.models.esm2.model import build_model
 from common.models.layers.backend import COMPILED, check_device, choose_backend
 from common.models.layers.linear import Linear
 from common.training.checkpoint import Checkpointer, CheckpointFlags
-from extras.decoders.causal_arguments import CausalArguments, DecoderFlags
-from extras.decoders.family import FAMILY as DECODERS
+from extras.families.decoders.causal_arguments import CausalArguments, DecoderFlags
+from extras.families.decoders.family import FAMILY as DECODERS
 from tests.models.reference import packed, random_batch
 from tests.training.test_bad_input import refused
 from tests.training_fixtures import arguments, on_ranks, train

@@ -18,8 +18,8 @@ from common.models.esm2.config import esm2_config, load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
 from common.models.layers.hf_directory import check_finite, model_hash
-from extras.decoders.config import load_decoder_config
-from extras.decoders.family import FAMILY as DECODERS
+from extras.families.decoders.config import load_decoder_config
+from extras.families.decoders.family import FAMILY as DECODERS
 
 
 def write_esm2(directory: Path, seed: int = 1, **how) -> Path:

@@ -17,7 +17,7 @@ from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
-from extras.hf_backend import StockEsm
+from extras.interop.hf_backend import StockEsm
 from tests.models.reference import ours_like, packed, random_batch, reference_model, relative
 
 LENGTHS = [1, 2, 3, 40, 129, 17, 64]

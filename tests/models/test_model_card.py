@@ -16,10 +16,10 @@ from common.models.esm2.model import build_model
 from common.models.layers.initialise import count_parameters
 from common.models.layers.model_card import Training
 from common.software import commit
-from extras.decoders.config import DecoderConfig
-from extras.decoders.family import FAMILY as DECODERS
-from extras.decoders.model import DecoderForCausalLM
-from extras.text.tokenizers import ByteTokenizer
+from extras.families.decoders.config import DecoderConfig
+from extras.families.decoders.family import FAMILY as DECODERS
+from extras.families.decoders.model import DecoderForCausalLM
+from extras.families.text.tokenizers import ByteTokenizer
 from tests.models.reference import reference_model
 
 CONFIG = esm2_config(2, 32, 4)

@@ -8,7 +8,7 @@ import pytest
 
 from common.cli import UserError
 from common.models.esm2.config import Esm2Config, esm2_config, load_config
-from extras.decoders.config import DecoderConfig, load_decoder_config
+from extras.families.decoders.config import DecoderConfig, load_decoder_config
 from tests.guarded import guarded
 
 DECODER = DecoderConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, intermediate_size=96)

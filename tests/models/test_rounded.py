@@ -18,8 +18,8 @@ from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.models.layers.recompute import save_activations
 from common.precision.build import Precision
-from extras.decoders.config import DecoderConfig
-from extras.decoders.model import DecoderForCausalLM
+from extras.families.decoders.config import DecoderConfig
+from extras.families.decoders.model import DecoderForCausalLM
 
 T = 60
 

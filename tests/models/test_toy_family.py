@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from common.cli import UserError
 from common.files.json_files import read_json_lines
-from common.models.registry import FAMILIES, encoder_family, family_of
+from common.models.family import FAMILIES, encoder_family, family_of
 from tests.forked import run_script
 from tests.models.toy_family.family import TOKENS, ToyConfig
 
@@ -46,7 +46,7 @@ def train(model, data, output, **flags):
     given = {"dataset_dir": data, "output_dir": output, "max_steps": 3, "max_seq_length": 32, "do_eval": True}
     given |= {"save_steps": 2, "logging_steps": 1, "dataloader_num_workers": 0, "disable_tqdm": True} | flags
     argv = [f"--{name}={value}" for name, value in given.items()]
-    return run_script("train_ddp.py", *argv, settings={"common.models.registry.FAMILIES": REGISTERED})
+    return run_script("train_ddp.py", *argv, settings={"common.models.family.FAMILIES": REGISTERED})
 
 
 def test_family_trains_evaluates_exports_and_is_read_again(toy, tmp_path):
@@ -72,7 +72,7 @@ def test_family_files_need_the_familys_own_tokeniser(toy, tmp_path):
     fasta.write_text(">a\nACGT\n")
     model, _ = toy
     argv = ("--dataset", fasta, "--config_name", model, "--output_dir", tmp_path / "out", "--max_steps", 1)
-    done = run_script("train_ddp.py", *argv, settings={"common.models.registry.FAMILIES": REGISTERED})
+    done = run_script("train_ddp.py", *argv, settings={"common.models.family.FAMILIES": REGISTERED})
     assert done.returncode == 2
     assert "ESM-2's alphabet" in done.stderr
 

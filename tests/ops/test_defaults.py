@@ -16,7 +16,7 @@ from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
 from common.flags import flat
 from common.training.optim import OptimizerFlags
-from common.training.registry import parse_run
+from common.training.parse import parse_run
 from common.training.schedule import lr_schedule
 from tests.data_fixtures import load_script
 from tests.ops.manifests import (

@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from common.flags import flat
-from common.training.registry import parse_run
-from extras.decoders.config import GUIDE_RUNS, PRESETS
+from common.training.parse import parse_run
+from extras.families.decoders.config import GUIDE_RUNS, PRESETS
 from tests.data_fixtures import load_script
 from tests.ops.manifests import (
     FSDP_GUIDE,

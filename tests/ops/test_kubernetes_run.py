@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from extras.launch import TRY_AGAIN
+from extras.launch.__main__ import TRY_AGAIN
 from extras.prepare.sample import write_sample
 from tests.conftest import ROOT
 from tests.live_runs import newest_step, ranks_of, wait_until

@@ -12,8 +12,8 @@ from common.models.esm2.model import build_model
 from common.models.layers.linear import linear
 from common.precision import plan as precision_plan
 from common.precision.plan import PrecisionFlags
-from extras.decoders.config import DecoderConfig
-from extras.decoders.model import DecoderForCausalLM
+from extras.families.decoders.config import DecoderConfig
+from extras.families.decoders.model import DecoderForCausalLM
 from extras.formats import emulation as fake_quant
 from extras.formats.casts import hadamard_matrix
 from extras.formats.emulation import Emulation

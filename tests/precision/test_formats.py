@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.files.hashing import hash_counters
+from common.data.counter_rng import hash_counters
 from common.precision.plan import BlockScaling, CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from extras.formats import casts as formats
 from tests.precision import format_reference as reference

@@ -21,7 +21,7 @@ from common.precision.plan import (
     recipes,
     resolve,
 )
-from common.shapes import SHAPE_MULTIPLE
+from common.shape_buckets import SHAPE_MULTIPLE
 
 LETTERS = {DelayedScaling: "8", NVFP4BlockScaling: "4", type(None): "-"}
 

@@ -12,7 +12,7 @@ from common.models.layers.compiling import compile_layers
 from common.precision.build import choose_plan, set_formats
 from common.precision.plan import CurrentScaling, PrecisionFlags, recipes
 from extras.formats.emulation import GRADIENT, INPUT, WEIGHT
-from extras.formats.scaled_mm import ScaledMatmul
+from extras.speed.scaled_mm import ScaledMatmul
 from tests.models.reference import packed, random_batch
 from tests.precision.test_emulation import ALONE, by_definition, close, operands
 from tests.training_fixtures import TINY_OVERRIDES

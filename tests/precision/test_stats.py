@@ -13,9 +13,9 @@ from common.cli import UserError
 from common.files.json_files import read_json_lines
 from common.precision.plan import PrecisionFlags
 from extras.formats.emulation import GRADIENT, INPUT, WEIGHT
-from extras.quant_stats.report import cells, draw
-from extras.quant_stats.stats import QuantStats, scalars
-from extras.quant_stats.stats_plan import PLAIN, QUANTISED, select
+from extras.formats.stats import QuantStats, scalars
+from extras.formats.stats_plan import PLAIN, QUANTISED, select
+from extras.formats.stats_report import cells, draw
 from tests.precision.test_emulation import ALONE, FP8, RECIPES, by_definition, operands, tiny_model
 from tests.precision.test_stats_plan import GUIDES, selected, write
 from tests.training_fixtures import losses, train

@@ -13,8 +13,8 @@ import yaml
 from common.cli import UserError
 from common.distributed.world import World
 from common.precision.plan import resolve
-from extras.quant_stats.stats_plan import MODULES, PrecisionFlags, select
-from extras.quant_stats.stats_te import TeStats, configuration, matmul_of, te_name
+from extras.formats.stats_plan import MODULES, PrecisionFlags, select
+from extras.formats.stats_te import TeStats, configuration, matmul_of, te_name
 from tests.training_fixtures import ROOT, train
 
 FP8 = {"fp8": True, "emulate_precision": True}

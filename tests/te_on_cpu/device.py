@@ -17,7 +17,7 @@ from torch.amp import autocast_mode
 from torch.nn.attention import varlen
 from torch.nn.parallel import DistributedDataParallel
 
-from extras import megatron as fake_cuda
+from extras.speed import megatron as fake_cuda
 from tests.te_on_cpu import graphs, placement
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # what it registers goes with it

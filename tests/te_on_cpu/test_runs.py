@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from common.files.json_files import read_json_lines
 from common.models.esm2.model import Esm2ForMaskedLM
-from extras.decoders.config import DecoderConfig
-from extras.decoders.convert import ADAPTER
+from extras.families.decoders.config import DecoderConfig
+from extras.families.decoders.convert import ADAPTER
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.te_on_cpu import graphs
 from tests.te_on_cpu.boot import needs_site

@@ -19,7 +19,7 @@ from common.precision.plan import (
     NVFP4BlockScaling,
     Plan,
 )
-from extras.quant_stats.stats_plan import OPERANDS, RESULTS
+from extras.formats.stats_plan import OPERANDS, RESULTS
 from tests.precision.test_stats_plan import write
 from tests.te_on_cpu import boot
 from tests.te_on_cpu.modules import BLACKWELL, HOPPER, models, passes
@@ -47,10 +47,10 @@ WHERE = ("layer", "module", "tensor", "gemms")
 def _rows_of_both(capability: tuple[int, int], directory: str, path: str) -> None:
     boot.start(capability)
     from extras.formats.emulation import Emulation
+    from extras.formats.stats import QuantStats
+    from extras.formats.stats_plan import PrecisionFlags, select
+    from extras.formats.stats_te import TeStats
     from extras.formats.te import Quantised
-    from extras.quant_stats.stats import QuantStats
-    from extras.quant_stats.stats_plan import PrecisionFlags, select
-    from extras.quant_stats.stats_te import TeStats
     from tests.precision.test_stats import everything
 
     plan, world = PLANS[capability], World(0, 0, 1, torch.device("cuda"))

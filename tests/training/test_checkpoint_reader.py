@@ -17,7 +17,7 @@ from common.cli import UserError
 from common.training.checkpoint_metadata import Refused, decode, encode
 from common.training.checkpoint_reader import Reader, StoredTensors
 from common.training.inert_pickle import Call, Name, loads
-from extras.pickled_metadata import content_of_pickle
+from extras.interop.pickled_metadata import content_of_pickle
 from tests.training.checkpoint_fixtures import files_of
 from tests.training.hostile import old, vouch
 from tests.training.hostile_pickles import Evil

@@ -10,10 +10,10 @@ import pytest
 
 from common.cli import UserError
 from common.flags import flag_specs, flat
-from common.training.registry import COUNTERPARTS, TASKS, arguments_of, parse_run, task_name
-from extras.decoders.causal_arguments import STYLES, CausalArguments
-from extras.decoders.config import PRESETS
-from extras.text.tokenizers import ByteTokenizer
+from common.training.parse import COUNTERPARTS, TASKS, arguments_of, parse_run, task_name
+from extras.families.decoders.causal_arguments import STYLES, CausalArguments
+from extras.families.decoders.config import PRESETS
+from extras.families.text.tokenizers import ByteTokenizer
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.training_fixtures import _main, on_ranks, rows

@@ -19,15 +19,15 @@ from common.data.loader import TrainLoader
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import World
 from common.training.load_model import load_model
-from common.training.registry import parse_run
-from extras.decoders.convert import ADAPTER
+from common.training.parse import parse_run
 from extras.export import export
-from extras.text.causal import causal_batches
-from extras.text.data import open_text
-from extras.text.tokenizers import ByteTokenizer
+from extras.families.decoders.convert import ADAPTER
+from extras.families.text.causal import causal_batches
+from extras.families.text.data import open_text
+from extras.families.text.tokenizers import ByteTokenizer
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
-from tests.extras.text.test_tokenizers import trained
+from tests.extras.families.text.test_tokenizers import trained
 from tests.forked import run_script
 from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.training.hostile import vouch

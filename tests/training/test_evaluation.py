@@ -27,7 +27,7 @@ from common.training import masked_lm
 from common.training.masked_lm import MaskedLM
 from common.training.protein_losses import read_losses
 from common.training.verdict import verdict, verdicts
-from extras.sources.streamed_data import find_source
+from extras.prepare.sources.streamed_data import find_source
 from tests.data_fixtures import write_fasta
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 

@@ -9,9 +9,9 @@ from transformers import EsmForMaskedLM
 
 from common.models.esm2.config import esm2_config
 from common.models.esm2.family import FAMILY as ESM2
-from extras.decoders.config import PRESETS
-from extras.decoders.family import FAMILY as DECODERS
-from extras.decoders.model import DecoderForCausalLM
+from extras.families.decoders.config import PRESETS
+from extras.families.decoders.family import FAMILY as DECODERS
+from extras.families.decoders.model import DecoderForCausalLM
 from tests.models.reference import random_batch
 
 

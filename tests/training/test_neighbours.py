@@ -12,7 +12,7 @@ from common.data.collators import mask_tokens
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training import neighbours
 from common.training.neighbours import FOLDS, PLACES, STRENGTHS, Neighbours
-from extras.amplify.alphabet import ALPHABET
+from extras.families.amplify.alphabet import ALPHABET
 from tests.models.toy_family.family import FAMILY
 
 LETTERS = "LAGVSERTIDPKQNFYMHWC"

@@ -13,7 +13,7 @@ from common.data.token_store import open_split
 from common.distributed.world import World
 from common.flags import checked, with_flags
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.quickstart_tuning import TuningArguments, choose, evaluated_tokens, step_seconds
+from extras.plan.quickstart_tuning import TuningArguments, choose, evaluated_tokens, step_seconds
 from tests.forked import run_script
 from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, environment, flags_of, rows
 
@@ -58,7 +58,7 @@ def test_evaluated_tokens_count_every_evaluation(dataset):
 
 def test_step_seconds_leave_out_a_slow_first_step(dataset, monkeypatch):
     clock = iter([0.0, 20.0, 20.0, 21.5, 21.5, 23.0])
-    monkeypatch.setattr("extras.quickstart_tuning.time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr("extras.plan.quickstart_tuning.time", SimpleNamespace(perf_counter=clock.__next__))
     args = arguments(dataset, tokens_per_pack=512, max_steps=3)
     assert step_seconds(args, World(0, 0, 1, torch.device("cpu"))) == 1.5
 
@@ -66,7 +66,7 @@ def test_step_seconds_leave_out_a_slow_first_step(dataset, monkeypatch):
 def test_quickstart_tuning_writes_flags_of_train_ddp(dataset, tmp_path):
     flags = flags_of(dataset, tmp_path / "out", do_eval=True, max_eval_samples=10, max_steps=None, learning_rate=3e-3)
     own = ("--flags_file", tmp_path / "run.json", "--seconds", 1, "--least_steps", 2, "--most_steps", 3)
-    done = run_script("extras.quickstart_tuning", *flags, *own, env=environment())
+    done = run_script("extras.plan.quickstart_tuning", *flags, *own, env=environment())
     assert done.returncode == 0, done.stderr
     chosen = json.loads((tmp_path / "run.json").read_text())
     precision = "bf16" if chosen["bf16"] else "fp32"

@@ -13,15 +13,15 @@ from common.distributed.world import World
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.precision.build import Precision
-from common.shapes import predicted_positions
+from common.shape_buckets import predicted_positions
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
 from common.training.optim import build_adamw
-from common.training.registry import parse_run
+from common.training.parse import parse_run
 from common.training.step import Stepper
 from common.training.task import BuiltModel
-from extras.dry_run.memory_estimate import fake_run
-from extras.hf_backend import StockEsm
+from extras.interop.hf_backend import StockEsm
+from extras.plan.dry_run.memory_estimate import fake_run
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of
 

@@ -20,7 +20,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 
 from common.distributed.world import World
 from common.training.run_logger import RunLogger, Tracker
-from extras.trackers import grouped, open_tracker
+from extras.publish.trackers import grouped, open_tracker
 from tests.forked import run_script
 from tests.patience import Limit, wait_until
 from tests.training_fixtures import arguments, environment, flags_of, on_ranks, rows

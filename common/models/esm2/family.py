@@ -1,4 +1,4 @@
-"""ESM-2 as a family (common.models.registry): its flags, the choice of backend and GELU, FLOPs, export.
+"""ESM-2 as a family (common.models.family): its flags, the choice of backend and GELU, FLOPs, export.
 
 GELU: ESM-2's own is exact (erf); Transformer Engine's fused kernels have the tanh approximation only. A run records
 its choice as `hidden_act` in config.json (transformers' names), which stock `EsmForMaskedLM` ignores: its GELU is
@@ -20,11 +20,11 @@ from common.flags import Missing, flag
 from common.hooks import extra
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
+from common.models.family import Family, ModelSpec, encoder_family, encoders, families, family_of
 from common.models.layers.backend import STOCK, BackendFlags, Heads, check_device, choose_backend
 from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
-from common.models.registry import Family, ModelSpec, encoder_family, encoders, families, family_of
 
 ONLY_GELU = {"te": "tanh", **dict.fromkeys(STOCK, "exact")}  # backends with one kind
 

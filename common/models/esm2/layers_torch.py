@@ -67,7 +67,7 @@ class LayerNormMLP(nn.Module):
         super().__init__()
         self.eps = eps
         self.fc1_matmul = self.fc2_matmul = linear
-        self.fused: Callable[..., Tensor] | None = None  # all after the norm: extras.fused_gelu
+        self.fused: Callable[..., Tensor] | None = None  # all after the norm: extras.speed.fused_gelu
         self.approximate = "tanh" if gelu == "tanh" else "none"
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size))

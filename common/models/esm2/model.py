@@ -20,7 +20,7 @@ from common.models.esm2.layers_torch import LayerNorm
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Block, Layers, Model, total
-from common.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
+from common.shape_buckets import SHAPE_MULTIPLE, filled_up, predicted_positions
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
 # ESM-2 was trained with 15 % of the tokens selected, 80 % of them replaced by <mask>: 12 % of the input.

@@ -17,8 +17,8 @@ import pytest
 
 from common.cli import UserError
 from common.data.clusters import Clusters, cluster_numbers, open_clusters
+from common.data.counter_rng import hash_bytes
 from common.data.packing import BatchPlan, Position
-from common.files.hashing import hash_bytes
 from extras.prepare import cluster_splits, splits
 from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
 from extras.prepare.splits import _fitting

@@ -16,8 +16,8 @@ import pytest
 from common.cli import UserError
 from extras.prepare.output_directory import building, read_record
 from extras.prepare.sample import write_sample
-from extras.sources.fasta import read_fasta
-from extras.sources.residues import Changes
+from extras.prepare.sources.fasta import read_fasta
+from extras.prepare.sources.residues import Changes
 from tests.data_fixtures import (
     DOWNLOAD,
     REAL_SAMPLE,

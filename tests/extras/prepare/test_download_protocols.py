@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from extras.prepare.download import RetryPolicy, download
+from extras.prepare.sources.fasta import read_fasta_lines
 from extras.prepare.transfers import FetchError
-from extras.sources.fasta import read_fasta_lines
 from tests.extras.prepare.local_servers import CONTENT, QUICK, THIRD, ftp_server, http_server, sums
 
 # --- encodings and redirects

@@ -8,9 +8,9 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from extras.downstream.contacts import pairs
-from extras.downstream.structures import chains_of
-from extras.prepare.planted import COUPLED, STRANDS, PottsFamily, make_potts, potts_structures, row_states
+from extras.after.downstream.contacts import pairs
+from extras.after.downstream.structures import chains_of
+from extras.prepare.synthetic_structures import COUPLED, STRANDS, PottsFamily, make_potts, potts_structures, row_states
 
 COUNT = 4000
 

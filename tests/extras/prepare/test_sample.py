@@ -8,7 +8,7 @@ import pytest
 
 from common.cli import UserError
 from extras.prepare import sample
-from extras.sources.fasta import read_fasta
+from extras.prepare.sources.fasta import read_fasta
 from tests.data_fixtures import call
 from tests.forked import run_script
 

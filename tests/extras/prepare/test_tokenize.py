@@ -22,9 +22,9 @@ from extras.prepare import splits
 from extras.prepare.dataset_writer import ROWS_PER_BATCH, TOKEN_FEATURES, DatasetWriter
 from extras.prepare.encode import encode_rows, in_order
 from extras.prepare.sample import write_sample
+from extras.prepare.sources.csv_records import count_rows, read_rows
+from extras.prepare.sources.fasta import read_fasta
 from extras.prepare.splits import split_labels, split_sizes
-from extras.sources.csv_records import count_rows, read_rows
-from extras.sources.fasta import read_fasta
 from tests.data_fixtures import (
     DOWNLOAD,
     REAL_SAMPLE,
@@ -266,7 +266,7 @@ def test_tokenize_bytes_are_independent_of_workers(tmp_path, monkeypatch, partit
     rows[2000:] = [(name, text) for (name, _), (_, text) in zip(rows[2000:], rows, strict=False)]  # copies
     for i in range(partitions):
         write_csv(tmp_path / "csv", rows[i::partitions], f"x{i:03d}.csv")
-    monkeypatch.setattr("extras.sources.csv_records.BLOCK_BYTES", 2000)
+    monkeypatch.setattr("extras.prepare.sources.csv_records.BLOCK_BYTES", 2000)
     monkeypatch.setattr(TOKENIZE, "usable_threads", lambda asked: asked)  # even on one processor
     for workers in (1, 8):
         flags = ("--preprocessing_num_workers", workers, "--output_dir", tmp_path / str(workers))
@@ -299,7 +299,7 @@ def test_read_rows_is_independent_of_blocks(tmp_path, monkeypatch, block_bytes):
     rows = [*proteins(100), ("with,comma", "MK"), ('quo"te', "NAN"), ("null", "NULLA"), ("émile", "MK"), ("", "MK")]
     write_csv(tmp_path / "csv", rows)
     for name in ("BLOCK_BYTES", "PARSED_BYTES"):
-        monkeypatch.setattr(f"extras.sources.csv_records.{name}", block_bytes)
+        monkeypatch.setattr(f"extras.prepare.sources.csv_records.{name}", block_bytes)
     found = [tuple(row.values()) for batch in read_rows(tmp_path / "csv/x000.csv") for row in batch.to_pylist()]
     assert found == rows
     assert count_rows(tmp_path / "csv/x000.csv") == len(rows)
@@ -309,7 +309,7 @@ def test_read_rows_is_independent_of_blocks(tmp_path, monkeypatch, block_bytes):
 @pytest.mark.parametrize("place", [0, 1, 37, 100])
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_read_rows_equals_the_csv_module(tmp_path, monkeypatch, odd, place, end):
-    monkeypatch.setattr("extras.sources.csv_records.BLOCK_BYTES", 500)
+    monkeypatch.setattr("extras.prepare.sources.csv_records.BLOCK_BYTES", 500)
     lines = [f"{name},{text}\n" for name, text in proteins(100)]
     lines.insert(place, odd)
     path = tmp_path / "x.csv"

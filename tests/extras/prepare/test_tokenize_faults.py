@@ -14,10 +14,10 @@ from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS, encode
 from extras.prepare import dataset_writer
 from extras.prepare.encode import check_tokenizer
-from extras.sources import csv_records
-from extras.sources.csv_records import count_rows, csv_files, read_rows
-from extras.sources.records import BadRecords
-from extras.sources.residues import Cleaner
+from extras.prepare.sources import csv_records
+from extras.prepare.sources.csv_records import count_rows, csv_files, read_rows
+from extras.prepare.sources.records import BadRecords
+from extras.prepare.sources.residues import Cleaner
 from tests.data_fixtures import (
     TOKENIZE,
     call,
@@ -223,7 +223,7 @@ def test_tokenize_row_numbers_count_over_blocks(tmp_path, monkeypatch):
     rows = [*proteins(500), ("bad", "MKé")]
     write_csv(tmp_path / "csv", rows)
     for name in ("BLOCK_BYTES", "PARSED_BYTES"):
-        monkeypatch.setattr(f"extras.sources.csv_records.{name}", 300)
+        monkeypatch.setattr(f"extras.prepare.sources.csv_records.{name}", 300)
     with pytest.raises(UserError, match="row 501: non-ASCII"):
         list(read_rows(tmp_path / "csv/x000.csv"))
 
@@ -235,7 +235,7 @@ BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
 @pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
 def test_tokenize_skips_and_counts_bad_rows(tmp_path, tokenize, monkeypatch, caplog, block_bytes, header):
     for name in ("BLOCK_BYTES", "PARSED_BYTES"):
-        monkeypatch.setattr(f"extras.sources.csv_records.{name}", block_bytes)
+        monkeypatch.setattr(f"extras.prepare.sources.csv_records.{name}", block_bytes)
     good = proteins(500)
     places = [3, 60, 61, 200, 202, 470]  # of the bad rows among all
     lines = [f"{name},{text}".encode() for name, text in good]

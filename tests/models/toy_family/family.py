@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from common.data import TokenSet
 from common.distributed.world import World
+from common.models.family import Family, ModelSpec
 from common.models.layers.linear import Linear
 from common.models.layers.residual import Layers
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
-from common.models.registry import Family, ModelSpec
 
 TOKENS = ("<cls>", "<pad>", "<eos>", "A", "C", "G", "T", "<mask>")
 

@@ -1,0 +1,109 @@
+"""Scores of mutations beside measured effects: Spearman's correlation, its interval, and baselines without a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from common.models.esm2.alphabet import TOKENS
+from extras.after.inference.mutations import Variant
+from extras.prepare.sample import BACKGROUND, RESIDUES, blosum62
+
+RESAMPLES = 1000
+LEAST = 3  # variants that a correlation needs
+BLOSUM62 = blosum62()
+
+
+class Correlation(NamedTuple):
+    """Spearman's, with a 95 % bootstrap interval."""
+
+    spearman: float
+    low: float
+    high: float
+
+
+def correlation(scores: Sequence[float], measured: Sequence[float]) -> Correlation | None:
+    """None where it is undefined: fewer than `LEAST` values, or all alike.
+
+    The interval: percentiles of `RESAMPLES` resamples of the variants, of a fixed seed. A resample is a count of each
+    variant, so that its mid-ranks need no sorting: they are sums of the counts along the ranks of the whole.
+    """
+    whole, rows = spearman(scores, measured), len(scores)
+    if rows < LEAST or math.isnan(whole):
+        return None
+    ranks = _dense_ranks(scores), _dense_ranks(measured)
+    random = np.random.default_rng(0)
+    found = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
+        counts = np.bincount(random.integers(0, rows, rows), minlength=rows).astype(float)
+        found[number] = _spearman(counts, *ranks)
+    low, high = np.nanpercentile(found, (2.5, 97.5))
+    return Correlation(whole, float(low), float(high))
+
+
+def spearman(scores: Sequence[float], measured: Sequence[float]) -> float:
+    """Spearman's rank correlation, with mid-ranks of ties; NaN where one side is constant."""
+    return _spearman(np.ones(len(scores)), _dense_ranks(scores), _dense_ranks(measured))
+
+
+def _dense_ranks(values: Sequence[float]) -> np.ndarray:
+    return np.unique(np.asarray(values, np.float64), return_inverse=True)[1]
+
+
+def _spearman(counts: np.ndarray, *dense: np.ndarray) -> float:
+    """Of values given by dense ranks, each taken `counts` times; NaN where one side is constant."""
+    x, y = (_mid_ranks(counts, each) for each in dense)
+    x, y = (each - np.average(each, weights=counts) for each in (x, y))
+    # Sums, no dot products: BLAS would use threads, which are slow where cores are shared.
+    norm = (counts * x * x).sum() * (counts * y * y).sum()
+    return float((counts * x * y).sum() / math.sqrt(norm)) if norm > 0 else math.nan
+
+
+def _mid_ranks(counts: np.ndarray, dense: np.ndarray) -> np.ndarray:
+    of_value = np.bincount(dense, weights=counts)
+    return (np.cumsum(of_value) - (of_value - 1) / 2)[dense]
+
+
+# ---- baselines, which know no more than the residues that change ----------------------------------------------------
+
+
+def _blosum62(old: str, new: str) -> float:
+    return float(BLOSUM62[RESIDUES.index(old), RESIDUES.index(new)])
+
+
+def _log_frequency(old: str, new: str) -> float:
+    return math.log(BACKGROUND[RESIDUES.index(new)] / BACKGROUND[RESIDUES.index(old)])
+
+
+BASELINES: dict[str, Callable[[str, str], float]] = {
+    "blosum62": _blosum62,
+    "residue_frequency": _log_frequency,
+}
+
+
+def baseline(variant: Variant, of: Callable[[str, str], float]) -> float:
+    """The sum over the mutations. A wild type U or O counts as C or K."""
+    return sum((of(_letter(m.wild), _letter(m.mutant)) for m in variant.mutations if m.wild != m.mutant), 0.0)
+
+
+def _letter(token: int) -> str:
+    return {"U": "C", "O": "K"}.get(TOKENS[token], TOKENS[token])
+
+
+def correlations(
+    scores: dict[str, Sequence[float]], measured: Sequence[float], variants: Sequence[Variant]
+) -> dict[str, Correlation]:
+    """Of each column of scores and each baseline; those that are undefined are left out."""
+    with_baselines = scores | {name: [baseline(variant, of) for variant in variants] for name, of in BASELINES.items()}
+    found = {name: correlation(values, measured) for name, values in with_baselines.items()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def as_table(found: dict[str, Correlation]) -> Iterable[str]:
+    width = max(map(len, found), default=0)
+    return (
+        f"  {name:{width}}  {each.spearman:6.3f}  ({each.low:.3f} to {each.high:.3f})" for name, each in found.items()
+    )

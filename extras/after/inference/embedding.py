@@ -1,0 +1,236 @@
+"""Embeddings of the proteins of a FASTA file as Parquet, part by part, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from common.cli import UserError
+from common.console import slow_bar
+from common.data.alphabet import Alphabet
+from common.distributed.world import World
+from common.files.json_files import content_hash
+from common.flags import Missing, flag
+from common.models.esm2.alphabet import ESM2_TOKENS
+from common.models.family import encoder_family
+from common.models.layers.hf_directory import model_files, model_hash
+from extras.after.downstream.outputs import refuse_inputs
+from extras.after.inference.encoder import (
+    Encoder,
+    EncoderFlags,
+    Facts,
+    Totals,
+    check_parts,
+    embed,
+    in_parts,
+    is_made,
+    look_through,
+    part_path,
+    table,
+    write_part,
+)
+from extras.export import exported
+from extras.prepare.output_directory import RECORD, Build, building, hold_work, read_record
+from extras.prepare.sources.proteins import ProteinFlags, proteins_of
+
+logger = logging.getLogger(__name__)
+SETTINGS = ("max_seq_length", "bf16", "per_residue", "proteins_per_part")  # that the content of the files depends on
+LATER_SETTINGS = ("pooling", "repr_layers")  # recorded if they are not the default: earlier outputs have none
+POOLINGS = ("mean", "cls", "max")
+LAST = -1  # layer
+OUTPUT = "embeddings"  # directory in --output_dir
+INPUT = "input"  # in the journal: counts of the input
+
+
+@dataclass
+class EmbeddingFlags(EncoderFlags):
+    required = ("fasta", "output_dir")
+
+    fasta: str | None = flag(None, "The proteins, plain or compressed.")
+    output_dir: str | None = flag(None, "The tables go to OUTPUT_DIR/embeddings.")
+    per_residue: bool = flag(
+        False, "An embedding of each residue instead of their mean: 1.3 kB a residue with the 8M model."
+    )
+    pooling: str = flag(
+        "mean", "A protein's vector: mean or max over its residues, or its <cls> token's.", choices=POOLINGS
+    )
+    repr_layers: list[int] | None = flag(
+        None,
+        "Layers whose output to take: 0 is the embeddings', -1 the last one's, after its LayerNorm, the default. "
+        "Several give a column each, embedding_N.",
+    )
+    proteins_per_part: int = flag(1000, "Proteins in a file; at most so many are lost when the run is stopped.")
+    overwrite: bool = flag(False, "Replace existing tables.")
+    proteins: ProteinFlags = field(default_factory=ProteinFlags)
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.fasta:
+            yield Missing("--fasta", "the proteins", "my.fasta")
+        if not self.output_dir:
+            yield Missing("--output_dir", "where the tables go", "embedded")
+
+    def check(self) -> None:
+        self.require_at_least(1, "proteins_per_part")
+        if self.per_residue and self.pooling != "mean":
+            raise UserError(
+                f"--pooling {self.pooling}: of a protein's residues, and --per_residue keeps them: drop one"
+            )
+        if not Path(self.fasta).is_file():
+            raise UserError(f"--fasta {self.fasta}: no such file")
+        inputs = {"--model_name_or_path": self.model_name_or_path, "--fasta": self.fasta}
+        refuse_inputs(Path(self.output_dir) / OUTPUT, inputs)
+
+    @property
+    def settings(self) -> dict:
+        values = asdict(self)
+        later = {name: values[name] for name in LATER_SETTINGS if values[name] != getattr(EmbeddingFlags, name)}
+        return {name: value for name, value in values.items() if name in SETTINGS} | later | self.proteins.given
+
+
+def with_layers(args: EmbeddingFlags) -> EmbeddingFlags:
+    """--repr_layers counted from 0 in the model, each once; None for the last one alone. UserError if there is none
+    such."""
+    name = str(args.model_name_or_path)
+    last = encoder_family(name).load_config(name).num_hidden_layers
+    for layer in args.repr_layers or ():
+        if not -last - 1 <= layer <= last:
+            raise UserError(
+                f"--repr_layers {layer}: the model has layers 0 to {last}, or -1 to {-last - 1} from the end"
+            )
+    layers = list(dict.fromkeys(layer % (last + 1) for layer in args.repr_layers or [LAST]))
+    return replace(args, repr_layers=None if layers == [last] else layers)
+
+
+def identity(args: EmbeddingFlags) -> dict:
+    """What the embeddings are made from, by content: hashes, not paths or dates."""
+    hashes = {"model_hash": model_hash(args.model_name_or_path), "fasta_hash": content_hash(args.fasta)}
+    return hashes | args.settings
+
+
+def recorded_form(args: EmbeddingFlags, made_from: dict) -> dict:
+    """`made_from`, or what an earlier version, which recorded paths and dates, wrote for this model and input.
+
+    UserError if the model is newer than that output: it may have been replaced.
+    """
+    directory, fasta = Path(args.output_dir) / OUTPUT, Path(args.fasta).stat()
+    earlier = args.settings | {"model_name_or_path": args.model_name_or_path, "fasta": Path(args.fasta).name}
+    earlier |= {"size": fasta.st_size, "mtime_ns": fasta.st_mtime_ns}
+    record = read_record(directory)
+    if args.overwrite or record is None or record["made_from"] != earlier:
+        return made_from
+    model = [path.stat() for path in model_files(args.model_name_or_path)]
+    if max(max(file.st_mtime_ns, file.st_ctime_ns) for file in model) >= (directory / RECORD).stat().st_ctime_ns:
+        raise UserError(
+            f"{directory}: made by an earlier version, and {args.model_name_or_path} may have changed since: give "
+            "--overwrite to make it again, or another --output_dir"
+        )
+    return earlier
+
+
+def alphabet_of(args: EmbeddingFlags) -> Alphabet:
+    tokens = encoder_family(str(args.model_name_or_path)).tokens
+    return tokens if isinstance(tokens, Alphabet) else ESM2_TOKENS  # Encoder refuses it
+
+
+def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: dict) -> tuple[Encoder, Totals]:
+    """Load the model and count the input, on all ranks together. build: on rank 0 only."""
+    counts = None
+    with world.on_main_rank() as is_main:
+        if is_main:
+            counts = build.done(INPUT) or asdict(look_through(args.fasta, alphabet_of(args), args.proteins))
+    totals = Totals(**world.broadcast_object(counts))
+    if world.is_main:
+        totals.report(f"--fasta {args.fasta}")
+    with world.raise_together():
+        encoder = Encoder(args, world.device)
+    with world.on_main_rank() as is_main:
+        if is_main:
+            if model_hash(args.model_name_or_path) != made_from["model_hash"]:
+                raise UserError(f"{args.model_name_or_path}: changed while it was read: start again")
+            build.note(INPUT, asdict(totals))
+    return encoder, totals
+
+
+def make_parts(
+    args: EmbeddingFlags, world: World, encoder: Encoder, directory: Path, facts: Facts, totals: Totals
+) -> None:
+    """Make this rank's parts, every `world.size`th, except those that exist."""
+    with slow_bar(totals.residues, "residues", not world.is_main) as bar:
+        seen, residues = 0, 0
+
+        def done(end: int, tokens: int) -> None:
+            bar.update(max(0, min(tokens, end - bar.n)))  # tokens are more than residues: windows overlap
+
+        for number, part in enumerate(in_parts(proteins_of(args.fasta, args.proteins), args.proteins_per_part)):
+            path = part_path(directory, number)
+            residues += sum(len(text) for _, text in part)
+            if number % world.size == world.rank and not is_made(path, part, facts):
+                pooling, layers = None if args.per_residue else args.pooling, args.repr_layers or ()
+                embedded = embed(encoder, part, partial(done, residues), pooling, layers)
+                write_part(table(part, embedded, facts, layers), path)
+            bar.update(residues - bar.n)  # with those of parts that exist, or that other ranks make
+            seen += len(part)
+            bar.set_postfix_str(f"{seen:,} of {totals.proteins:,} proteins", refresh=False)
+
+
+def embed_all(args: EmbeddingFlags, world: World) -> None:
+    """Make OUTPUT_DIR/embeddings, unless it is complete; all ranks call it together.
+
+    Each rank exports the model of a checkpoint for itself.
+    """
+    with ExitStack() as stack:
+        with world.raise_together():
+            model = exported(str(args.model_name_or_path), stack)
+        embed_with(replace(args, model_name_or_path=model), world)
+
+
+def embed_with(args: EmbeddingFlags, world: World) -> None:
+    """As `embed_all`, by a directory or name of transformers' files."""
+    with world.on_main_rank() as is_main:
+        if is_main:
+            identity(with_layers(args))  # reads all files first: the other ranks of the node then use the caches
+    with world.raise_together():
+        args = with_layers(args)
+        made_from = identity(args)
+    world.assert_same(made_from)
+    facts = {name.encode(): made_from[name].encode() for name in ("model_hash", "fasta_hash")}
+    facts[b"settings"] = json.dumps(args.settings, sort_keys=True).encode()
+    parent, build = Path(args.output_dir), None
+    with ExitStack() as stack:
+        with world.on_main_rank() as is_main:
+            if is_main:
+                recorded = recorded_form(args, made_from)
+                build = stack.enter_context(building(parent, [OUTPUT], recorded, args.overwrite))
+        relative = world.broadcast_object(
+            str(build.paths[OUTPUT].relative_to(parent)) if build and build.paths else None
+        )
+        if relative is None:
+            return
+        directory = parent / relative
+        with world.raise_together():
+            if not directory.is_dir():
+                raise UserError(
+                    f"--output_dir {parent}: differs from that of rank 0: give a directory that all ranks share"
+                )
+            if not world.is_main:
+                hold_work(parent)
+        encoder, totals = begin(args, world, build, made_from)
+        # Outside `raise_together`: a rank that fails ends at once, not when the others are done.
+        make_parts(args, world, encoder, directory, facts, totals)
+        world.watch.mark("waiting for the other ranks", 0)
+        with world.raise_together():
+            pass
+        world.watch.rest()
+        with world.on_main_rank() as is_main:
+            if is_main:
+                check_parts(directory, -(-totals.proteins // args.proteins_per_part), facts)
+                if content_hash(args.fasta) != made_from["fasta_hash"]:
+                    raise UserError(f"--fasta {args.fasta}: changed while it was read: start again")
+                build.results |= asdict(totals)
+                stack.close()  # publishes
+    logger.info("%s proteins of %s residues embedded", f"{totals.proteins:,}", f"{totals.residues:,}")

@@ -1,0 +1,357 @@
+"""Run an encoder on many sequences, packed without padding, and write embeddings to Parquet part by part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from common.cli import UserError
+from common.data.alphabet import Alphabet
+from common.data.counter_rng import hash_bytes
+from common.files.json_files import replace_flushed
+from common.flags import Flags, Missing, flag
+from common.models.esm2.alphabet import ESM2_TOKENS
+from common.models.family import encoder_family, family_of
+from common.models.layers.residual import total
+from extras.prepare.sources.fasta import read_fasta_lines
+from extras.prepare.sources.proteins import ProteinFlags
+from extras.prepare.sources.records import characters, columns
+
+
+class Window(NamedTuple):
+    """Residues [start, start + length) of a protein; results are used for [begin, end), relative to start."""
+
+    start: int
+    length: int
+    begin: int
+    end: int
+
+    def residues_of(self, sequence: bytes) -> bytes:
+        return sequence[self.start : self.start + self.length]
+
+
+def windows(residues: int, longest: int) -> Iterator[Window]:
+    """Windows of a protein, of `longest` residues each if it is longer, overlapping by about half.
+
+    Each residue is used from the window whose centre is nearest, and from the later one of two as near. That depends
+    on the two lengths alone: neither on the other proteins of a batch nor on the dtype.
+    """
+    if residues <= longest:
+        yield Window(0, residues, 0, residues)
+        return
+    count = -(-(residues - longest) // (longest // 2)) + 1
+    starts = np.linspace(0, residues - longest, count).round().astype(int).tolist()
+    # Windows change half-way between the centres of two neighbours; a residue there is the first of the later one.
+    borders = [0, *((a + b + longest) // 2 for a, b in zip(starts, starts[1:], strict=False)), residues]
+    for start, begin, end in zip(starts, borders, borders[1:], strict=False):
+        yield Window(start, longest, begin - start, end - start)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Totals:
+    """Counts of a FASTA file. unknown: characters that become <unk>; duplicates: repeated ids."""
+
+    proteins: int = 0
+    residues: int = 0
+    unknown: int = 0
+    with_unknown: int = 0
+    duplicates: int = 0
+
+    def report(self, where: str) -> None:
+        if self.duplicates:
+            logger.warning("%s: %s ids are repeated: each gets a row", where, f"{self.duplicates:,}")
+
+
+def look_through(fasta: str, alphabet: Alphabet = ESM2_TOKENS, flags: ProteinFlags | None = None) -> Totals:
+    """Read the whole file once, say what is changed in it (extras.prepare.sources.residues), and count.
+
+    alphabet: of the model, whose unknown characters are counted; flags: what is made of gaps and of bad records.
+    UserError for any invalid record. Takes 8 bytes of memory a protein.
+    """
+    cleaner = (flags or ProteinFlags()).cleaner(f"--fasta {fasta}")
+    totals, ids = Totals(), []
+    for lines in read_fasta_lines(fasta, cleaner=cleaner):
+        rows = columns(lines)
+        data, offsets = characters(rows.column("text"))
+        data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
+        is_unknown = alphabet.byte_to_id[data] == alphabet.unknown
+        unknown = np.add.reduceat(is_unknown, offsets[:-1], dtype=np.int64)  # texts are not empty
+        totals.proteins += rows.num_rows
+        totals.residues += len(data)
+        totals.unknown += int(unknown.sum())
+        totals.with_unknown += int(np.count_nonzero(unknown))
+        ids.append(hash_bytes(*characters(rows.column("id"))))
+    cleaner.report()
+    if totals.unknown > cleaner.changes.unknown:  # residues of ESM-2 that the model does not have
+        counts = f"{totals.unknown:,}", f"{totals.with_unknown:,}"
+        logger.warning("%s: %s characters in %s proteins are <unk> to the model", cleaner.where, *counts)
+    if not totals.proteins:
+        raise UserError(f"{cleaner.where}: no record is a protein")
+    totals.duplicates = totals.proteins - len(np.unique(np.concatenate(ids)))
+    return totals
+
+
+Progress = Callable[[int], None]
+Item = TypeVar("Item")
+
+
+@dataclass
+class EncoderFlags(Flags):
+    """The model, and how to run it."""
+
+    group = "model"
+    required = ("model_name_or_path",)
+
+    model_name_or_path: str | None = flag(
+        None,
+        "A run's output directory, a checkpoint, or any directory or Hub name of an ESM-2, ESM C or AMPLIFY.",
+    )
+    max_seq_length: int = flag(
+        1024, "Tokens, <cls> and <eos> included; longer proteins are split into overlapping windows."
+    )
+    tokens_per_pack: int = flag(4096, "Tokens per forward pass; more need more memory.")
+    bf16: bool = flag(False, "Compute in bfloat16: faster on GPUs and some CPUs, three digits.")
+    use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.model_name_or_path:
+            yield Missing("--model_name_or_path", "the model", "out/final_model")
+
+    def check(self) -> None:
+        self.require_at_least(8, "max_seq_length")
+        self.require_at_least(1, "tokens_per_pack")
+
+
+class Encoder:
+    """A model with its weights, on a GPU if there is one.
+
+    device: of this rank, if several share a machine; stock: transformers' model whose weights to take, in place of
+    those that the flags name. UserError for weights that are missing, damaged or not finite, and for a family whose
+    vocabulary has no letters. alphabet: of its token ids.
+    """
+
+    def __init__(self, flags: EncoderFlags, device: torch.device | None = None, stock: Any = None):
+        self.flags = flags
+        on_gpu = torch.cuda.is_available() and not flags.use_cpu
+        self.device = device or torch.device("cuda" if on_gpu else "cpu")
+        if stock is None:
+            family = encoder_family(flags.model_name_or_path)
+            config = family.load_config(flags.model_name_or_path)
+            pieces, _ = family.adapter.read(flags.model_name_or_path, config)
+        else:
+            family = family_of(stock.config.model_type)
+            config, pieces = family.of_stock(stock)
+        if not isinstance(family.tokens, Alphabet):
+            raise UserError(f"{flags.model_name_or_path}: its family has no letters to encode proteins with")
+        self.alphabet: Alphabet = family.tokens
+        with torch.device("meta"):
+            self.model: Any = family.make(config)
+        self.model.to_empty(device=self.device).eval()
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in pieces:
+                parameters[name].copy_(tensor)
+        if stock is None:
+            size = (config.num_hidden_layers, config.hidden_size)
+            logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
+
+    def packs(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Indices of the sequences of each forward pass; longest first, so that the first needs the most memory."""
+        pack, tokens = [], 0
+        for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+            if pack and tokens + lengths[number] > self.flags.tokens_per_pack:
+                yield pack
+                pack, tokens = [], 0
+            pack.append(number)
+            tokens += lengths[number]
+        if pack:
+            yield pack
+
+    def hidden(
+        self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None, layers: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """Hidden states after the last LayerNorm, fp32 [length, hidden] for token ids uint8 [length].
+
+        done: called after each pack with its number of tokens. layers: those whose output is wanted instead, side by
+        side, [length, layers x hidden]; 0 is the embeddings' output, the last one's comes after the last LayerNorm,
+        as transformers' `hidden_states`. UserError if one is NaN or infinite.
+        """
+        last = self.model.config.num_hidden_layers
+        if tuple(layers) in ((), (last,)):
+            return self._run(sequences, True, done)
+        outputs: dict[int, Tensor] = {}
+        modules = [self.model.embeddings, *list(self.model.layers)[:-1], self.model.encoder]
+        handles = [
+            module.register_forward_hook(lambda _module, _inputs, out, n=n: outputs.update({n: total(out)}))
+            for n, module in enumerate(modules)
+            if n in layers
+        ]
+        try:
+            return self._run(sequences, True, done, of_layers=lambda: [outputs[n] for n in layers])
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def logits(
+        self,
+        sequences: Sequence[np.ndarray],
+        done: Progress = lambda tokens: None,
+        at: Sequence[np.ndarray] | None = None,
+    ) -> list[Tensor]:
+        """Logits of ESM-2's 33 tokens, fp32 [length, 33] for token ids uint8 [length]; ESM C has 64, AMPLIFY 27.
+
+        done: as above; at: the indices of each sequence's tokens [n] whose logits are wanted, [n, 33].
+        """
+        return self._run(sequences, False, done, at)
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        sequences: Sequence[np.ndarray],
+        hidden: bool,
+        done: Progress,
+        at: Sequence[np.ndarray] | None = None,
+        of_layers: Callable[[], list[Tensor]] | None = None,
+    ) -> list[Tensor]:
+        results: list[Tensor | None] = [None] * len(sequences)
+        for pack in self.packs([len(sequence) for sequence in sequences]):
+            lengths = [len(sequences[number]) for number in pack]
+            ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
+            starts = [0, *np.cumsum(lengths)[:-1].tolist()]
+            ends = torch.tensor([*starts, len(ids)], dtype=torch.int32)
+            ids, ends = ids.to(self.device), ends.to(self.device)
+            # No label is set, so that the LM head is skipped.
+            without_head = hidden or at is not None
+            options = {"labels": torch.full_like(ids, -100), "output_hidden": True} if without_head else {}
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
+                output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **options)
+                packed, rows = output.hidden if hidden else output.logits, lengths
+                if at is not None:
+                    wanted = np.concatenate([at[n] + start for n, start in zip(pack, starts, strict=True)])
+                    rows = [len(at[number]) for number in pack]
+                    embedding = self.model.embeddings.word_embeddings.weight
+                    packed = self.model.lm_head(output.hidden[torch.from_numpy(wanted).to(self.device)], embedding)
+            if of_layers is not None:
+                packed = torch.cat([output[: len(ids)].float() for output in of_layers()], 1)  # without fillers
+            packed = packed.float().cpu()
+            done(len(ids))
+            for number, part in zip(pack, packed.split(rows), strict=True):
+                results[number] = part
+            if not packed.isfinite().all():
+                self._refuse(sequences[next(number for number in pack if not results[number].isfinite().all())])
+        return results
+
+    def _refuse(self, sequence: np.ndarray) -> None:
+        begins = "".join(self.alphabet.letters[token] for token in sequence[1:21])
+        raise UserError(
+            f"{self.flags.model_name_or_path}: gives NaN or infinity for the sequence {begins}... of {len(sequence)} "
+            "tokens: try it without --bf16, or take another checkpoint"
+        )
+
+
+# Embeddings as Parquet tables
+
+Protein = tuple[str, bytes]  # name and residues
+Facts = dict[bytes, bytes]  # metadata of a table: hashes of model and input, and the settings
+
+
+def embed(
+    encoder: Encoder,
+    proteins: list[Protein],
+    done: Progress = lambda tokens: None,
+    pooling: str | None = None,
+    layers: Sequence[int] = (),
+) -> list[Tensor]:
+    """fp32 [residues, hidden] of each protein, without `<cls>` and `<eos>`; [hidden] with a pooling.
+
+    pooling: "mean" or "max" over residues, or "cls": the `<cls>` of the protein's first window. done, layers: as in
+    `Encoder.hidden`.
+    """
+    longest = encoder.flags.max_seq_length - 2
+    parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text), longest)]
+    outputs = encoder.hidden(
+        [encoder.alphabet.encode(window.residues_of(proteins[n][1])) for n, window in parts], done, layers
+    )
+    pieces: list[list[Tensor]] = [[] for _ in proteins]
+    for (n, window), hidden in zip(parts, outputs, strict=True):
+        pieces[n].append(hidden[0] if pooling == "cls" else hidden[1 + window.begin : 1 + window.end])
+    if pooling == "cls":
+        return [of_protein[0] for of_protein in pieces]
+    of_residues = [torch.cat(of_protein) for of_protein in pieces]
+    if pooling is None:
+        return of_residues
+    return [tensor.amax(0) if pooling == "max" else tensor.mean(0) for tensor in of_residues]
+
+
+def table(proteins: list[Protein], embedded: list[Tensor], facts: Facts, layers: Sequence[int] = ()) -> pa.Table:
+    """Columns id, length, and embedding: float32 [hidden] of each protein, or a list of one per residue.
+
+    embedded: as from `embed`. layers: if several, the columns are embedding_N.
+    """
+    columns: dict[str, pa.Array] = {}
+    for number, name in enumerate([f"embedding_{n}" for n in layers] if len(layers) > 1 else ["embedding"]):
+        rows = [tensor.chunk(max(1, len(layers)), -1)[number] for tensor in embedded]
+        hidden = rows[0].shape[-1]
+        of_residues = rows[0].dim() == 2
+        flat = (torch.cat if of_residues else torch.stack)(rows).numpy()
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), hidden)
+        if of_residues:
+            ends = np.cumsum([0, *(len(tensor) for tensor in embedded)])
+            vectors = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), vectors)
+        columns[name] = vectors
+    lengths = pa.array([len(text) for _, text in proteins], pa.int32())
+    made = pa.table({"id": [name for name, _ in proteins], "length": lengths} | columns)
+    return made.replace_schema_metadata(facts)
+
+
+def in_parts(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Lists of `size` items; the last may be shorter."""
+    items = iter(items)
+    while part := list(islice(items, size)):
+        yield part
+
+
+def write_part(made: pa.Table, path: Path) -> None:
+    """Written and flushed before it gets its name, with a checksum of every page."""
+    with replace_flushed(path) as partial:
+        pq.write_table(made, partial, write_page_checksum=True)
+
+
+def is_made(path: Path, proteins: list[Protein], facts: Facts) -> bool:
+    """Whether the table of these proteins exists and is intact: a disk may lose writes that it confirmed."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            ids = [name for batch in file.iter_batches() for name in batch.column("id").to_pylist()]
+            return file.schema_arrow.metadata == facts and ids == [name for name, _ in proteins]
+    except (OSError, pa.ArrowException):
+        return False
+
+
+def check_parts(directory: Path, count: int, facts: Facts) -> None:
+    """UserError unless all parts exist and have these facts: ranks may see different directories."""
+    for number in range(count):
+        path = part_path(directory, number)
+        try:
+            metadata = pq.read_schema(path).metadata
+        except (OSError, pa.ArrowException):
+            metadata = None
+        if metadata != facts:
+            what = "is missing" if metadata is None else "is of another model or input"
+            raise UserError(f"{path}: {what}: give all ranks one directory that they share, and start again")
+
+
+def part_path(directory: Path, number: int) -> Path:
+    return directory / f"part-{number:05d}.parquet"

@@ -1,0 +1,139 @@
+"""Tables of mutations, as CSV: the mutations of each row, its protein, and what was measured."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from common.cli import UserError, one_line
+from extras.after.inference.mutations import Variant, compare, parse_variant, quoted
+from extras.prepare.sources.compression import HEAD_BYTES, detect_non_text, open_decompressed, strip_compression
+
+MUTANT, PROTEIN = "mutant", "protein"
+# ProteinGym's, besides `mutant`.
+SEQUENCE, MEASURED = "mutated_sequence", "DMS_score"
+# R's and pandas's words for a missing value, in lower case.
+MISSING = ("", "na", "n/a", "nan", "-nan", "none", "null", "<na>", "#n/a", "#na", "#n/a n/a")
+LONGEST_LINE = 1 << 20  # characters
+
+
+def is_missing(cell: str) -> bool:
+    """Whether a field of a table has no value."""
+    return cell.strip().lower() in MISSING
+
+
+class Columns(NamedTuple):
+    """Of a table: of its mutations, or of the mutated sequences if there is no such column; of the proteins' ids, or
+    None; the number of the proteins' first residue."""
+
+    mutant: str
+    is_sequence: bool
+    protein: str | None
+    first_residue: int = 1
+
+
+def read_lines(file: TextIO, where: str) -> Iterator[str]:
+    """The lines of a table. UserError for a line over LONGEST_LINE, which could exhaust the memory."""
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise UserError(f"{where}: line {number} is longer than {LONGEST_LINE:,} characters")
+        yield line
+
+
+def _without_pair(value: Any) -> Any:
+    """Without the quotes around a whole value, which R writes in TSV too."""
+    is_quoted = isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"'
+    return value[1:-1] if is_quoted else value
+
+
+def _spans_lines(row: dict[Any, Any]) -> bool:
+    """Whether a value of a row has a line end."""
+    values = (value for cell in row.values() for value in (cell if isinstance(cell, list) else [cell]))
+    return any("\n" in value or "\r" in value for value in values if value)
+
+
+def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the columns, and the rows of a CSV file, or of a TSV file by its name, plain or compressed; `where`
+    begins the errors.
+
+    A row is a line: UserError for a value that goes over a line end, as after a quote that is not closed, and for a
+    quote inside a quoted value. In TSV quotes are ordinary characters, but for a pair around a whole value.
+    """
+    form: dict[str, Any] = {"strict": True}
+    if strip_compression(str(path).lower()).endswith(".tsv"):
+        form |= {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    rows = []
+    with open_decompressed(path) as raw, io.TextIOWrapper(raw, newline="", encoding="utf-8-sig") as file:
+        if problem := detect_non_text(raw.peek(HEAD_BYTES)[:HEAD_BYTES]):
+            raise UserError(f"{where}: not a CSV file: {problem}")
+        reader, before = csv.DictReader(read_lines(file, where), **form), 0
+        try:
+            names = list(reader.fieldnames or [])
+            before = reader.line_num
+            for row in reader:
+                if reader.line_num - before > 1 and _spans_lines(row):  # or lines before it are empty
+                    raise UserError(
+                        f"{where}: line {before + 1}: a value that continues after a line end: is a quote "
+                        "not closed? Fix or remove it"
+                    )
+                before = reader.line_num
+                rows.append(row)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{where}: line {before + 1}: not a CSV file: {one_line(error)}") from error
+    if "delimiter" in form:
+        names = [_without_pair(name) for name in names]
+        rows = [{_without_pair(name): _without_pair(value) for name, value in row.items()} for row in rows]
+    for line, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise UserError(f"{where}: row {line} has another number of fields than the header")
+    if not rows:
+        raise UserError(f"{where}: it has no rows")
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UserError(f"{where}: the column {quoted(twice[0])} is repeated: rename one")
+    return names, rows
+
+
+def variants_of(
+    columns: Columns, rows: Sequence[dict[str, str]], proteins: dict[str, bytes], path: str | Path, fasta: str
+) -> list[Variant]:
+    """The variant of each row. UserError names the first row with an unknown protein or an invalid mutation."""
+    variants = []
+    for line, row in enumerate(rows, 2):
+        where = f"{path}, row {line}"
+        name = row[columns.protein] if columns.protein else next(iter(proteins))
+        if name not in proteins:
+            raise UserError(
+                f"{where}: the {columns.protein} {quoted(name)} is not in {fasta}: correct it, or rename the column "
+                "if it is about something else"
+            )
+        cell = row[columns.mutant]
+        variants.append(
+            compare(cell, proteins[name], where)
+            if columns.is_sequence
+            else parse_variant(cell, proteins[name], where, columns.first_residue)
+        )
+    return variants
+
+
+def measured_of(column: str, rows: Sequence[dict[str, str]], path: str | Path) -> list[float]:
+    """The numbers of a column; NaN where nothing was measured. UserError for anything else than finite numbers."""
+    values = []
+    for line, row in enumerate(rows, 2):
+        cell = row[column].strip()
+        try:
+            value = math.nan if is_missing(cell) else float(cell)
+        except ValueError:
+            value = math.inf
+        if math.isinf(value):
+            raise UserError(
+                f"{path}, row {line}: {column} {quoted(cell)} is not a number: correct it, leave it empty, or name "
+                "another --measured_column"
+            )
+        values.append(value)
+    return values

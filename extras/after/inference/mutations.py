@@ -1,0 +1,268 @@
+"""Scores of mutations under a masked language model: log p(mutant) - log p(wild type), in nats.
+
+The two scores are those of Meier et al. 2021 (NeurIPS), "Language models enable zero-shot prediction of the effects of
+mutations on protein function". A variant with several mutations gets the sum of their scores, each computed alone,
+as in ProteinGym.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from common.cli import UserError
+from common.data.alphabet import Alphabet
+from common.models.esm2.alphabet import BYTE_TO_ID, ESM2_TOKENS, STANDARD_RESIDUES, TOKENS
+from extras.after.inference.encoder import Encoder, Progress, Window, in_parts, windows
+
+GROUP = 256  # sequences whose logits are in memory at a time
+# A24G, or HGVS's Ala24Gly and Ala24= (no change).
+SUBSTITUTION = re.compile(r"([A-Za-z]|[A-Za-z]{3})(-?[0-9]{1,9})([A-Za-z]|[A-Za-z]{3}|=)")
+THREE_LETTERS = dict(
+    re.findall(
+        "([A-Z][a-z]{2})([A-Z])",
+        "AlaA ArgR AsnN AspD CysC GlnQ GluE GlyG HisH IleI LeuL LysK MetM PheF ProP SerS ThrT TrpW TyrY ValV "
+        "SecU PylO",
+    )
+)
+SEPARATORS = re.compile(r"[:,;/ ]+")
+WILD_TYPES = {*STANDARD_RESIDUES.tolist(), TOKENS.index("U"), TOKENS.index("O")}
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+QUOTED = 40  # characters of a cell in an error
+
+
+class Mutation(NamedTuple):
+    """`A24G`: letters as ESM-2's token ids, whatever the model; position from 0."""
+
+    wild: int
+    position: int
+    mutant: int
+
+
+class Variant(NamedTuple):
+    protein: bytes  # the wild type's residues
+    mutations: tuple[Mutation, ...]
+
+
+class Pass(NamedTuple):
+    """A forward pass: a window of a protein, with one position masked, or none."""
+
+    protein: bytes
+    window: Window
+    masked: int | None
+
+
+def quoted(text: str) -> str:
+    """A cell of a table, for an error message."""
+    return repr(text if len(text) <= QUOTED else f"{text[:QUOTED]}...")
+
+
+def parse_variant(text: str, protein: bytes, where: str, first_residue: int = 1) -> Variant:
+    """`A24G`, or several as `A24G:K30R`; an empty text or `WT` is the wild type. Or HGVS: `p.Ala24Gly`, `p.A24G`,
+    `p.(Ala24Gly)`, `p.[Ala24Gly;Lys30Arg]`, `p.=`.
+
+    first_residue: the number of the protein's first residue. UserError, which begins with `where`, for anything but
+    substitutions in this protein.
+    """
+    words = [] if _is_wild_type(text) else SEPARATORS.split(_without_hgvs(text.strip()))
+    mutations = sorted(
+        (_parse_mutation(word, protein, where, first_residue) for word in words), key=lambda m: m.position
+    )
+    for one, other in zip(mutations, mutations[1:], strict=False):
+        if one.position == other.position:
+            raise UserError(
+                f"{where}: {quoted(text)}: residue {one.position + first_residue} is mutated twice: give it once"
+            )
+    return Variant(protein, tuple(mutations))
+
+
+def _is_wild_type(text: str) -> bool:
+    return text.strip().upper() in ("", "WT", "P.=", "P.(=)")
+
+
+def _without_hgvs(text: str) -> str:
+    """What stands in HGVS's `p.`, `p.(...)` or `p.[...]`; other text as it is."""
+    if text[:2] != "p.":
+        return text
+    text = text[2:]
+    for pair in ("()", "[]", "()"):
+        if text[:1] == pair[0] and text[-1:] == pair[1]:
+            text = text[1:-1]
+    return text
+
+
+def parts_of(word: str, where: str) -> tuple[str, int, str]:
+    """(wild type's letter, number, mutant's letter) of `A24G` or `Ala24Gly`. UserError for anything else."""
+    match = SUBSTITUTION.fullmatch(word)
+    letters = [] if match is None else [each if len(each) == 1 else _letter(each) for each in (match[1], match[3])]
+    if match is None or not all(letters):
+        raise UserError(
+            f"{where}: {quoted(word)} is not a mutation: expected, for example, A24G or p.Ala24Gly (stops, "
+            "frameshifts, insertions and deletions have no score)"
+        )
+    wild, mutant = letters
+    return wild, int(match[2]), wild if mutant == "=" else mutant
+
+
+def _letter(name: str) -> str:
+    return THREE_LETTERS.get(name.title(), "")
+
+
+def _parse_mutation(word: str, protein: bytes, where: str, first_residue: int) -> Mutation:
+    wild_letter, number, mutant_letter = parts_of(word, where)
+    position = number - first_residue
+    if not 0 <= position < len(protein):
+        last = first_residue + len(protein) - 1
+        raise UserError(f"{where}: {word}: the protein has residues {first_residue} to {last}")
+    residue = chr(protein[position]).upper()
+    if residue != wild_letter.upper():
+        residue = residue if residue.isprintable() else "?"
+        raise UserError(
+            f"{where}: {word}: residue {number} of the protein is {residue}, not {wild_letter}: is it this protein, "
+            f"and does it begin with residue {first_residue}?"
+        )
+    return _mutation(wild_letter, position, mutant_letter, f"{where}: {word}")
+
+
+def _mutation(wild_letter: str, position: int, mutant_letter: str, where: str) -> Mutation:
+    """UserError unless both are amino acids."""
+    wild, mutant = (int(BYTE_TO_ID[ord(letter)]) for letter in (wild_letter, mutant_letter))
+    if wild not in WILD_TYPES:
+        raise UserError(f"{where}: {wild_letter} is not an amino acid: its probability is meaningless")
+    if mutant not in STANDARD_RESIDUES and mutant != wild:
+        raise UserError(f"{where}: {mutant_letter} is not one of the 20 amino acids")
+    return Mutation(wild, position, mutant)
+
+
+def compare(mutated: str, protein: bytes, where: str) -> Variant:
+    """The substitutions that make `mutated` of the protein. UserError, which begins with `where`, if there are none
+    such: another length, or residues that are no amino acids."""
+    text, wild_type = mutated.strip().upper(), protein.decode("latin-1").upper()
+    if len(text) != len(wild_type):
+        raise UserError(
+            f"{where}: the mutated sequence has {len(text)} residues, the protein {len(wild_type)}: only "
+            "substitutions have a score, no insertions and deletions"
+        )
+    if not text.isascii():
+        raise UserError(f"{where}: {quoted(mutated)}: not a protein")
+    changed = (n for n, (old, new) in enumerate(zip(wild_type, text, strict=True)) if old != new)
+    return Variant(protein, tuple(_mutation(wild_type[n], n, text[n], where) for n in changed))
+
+
+def undo(text: str, mutated: str, where: str, first_residue: int = 1) -> bytes:
+    """The wild type whose mutations `text` gave the sequence `mutated`. UserError if it does not have them."""
+    letters = list(mutated.strip().upper())
+    for word in [] if _is_wild_type(text) else SEPARATORS.split(_without_hgvs(text.strip())):
+        wild, number, mutant = parts_of(word, where)
+        if not 0 <= number - first_residue < len(letters) or letters[number - first_residue] != mutant.upper():
+            raise UserError(f"{where}: {quoted(text)}: the mutated sequence has no {mutant} at {number}")
+        letters[number - first_residue] = wild.upper()
+    return "".join(letters).encode("latin-1", "replace")
+
+
+def check_letters(variants: Sequence[Variant], alphabet: Alphabet) -> None:
+    """UserError for a mutation of, or to, a residue that the model's alphabet lacks."""
+    lacks = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size)) == alphabet.unknown
+    for mutation in (mutation for variant in variants for mutation in variant.mutations):
+        for token in (mutation.wild, mutation.mutant):
+            if lacks[token]:
+                name = f"{TOKENS[mutation.wild]}{mutation.position + 1}{TOKENS[mutation.mutant]}"
+                raise UserError(f"{name}: the model's alphabet has no {TOKENS[token]}: leave this mutation out")
+
+
+Key = tuple[bytes, int]  # a protein and a position in it
+
+
+def log_probabilities(
+    encoder: Encoder,
+    positions: Iterable[Key],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
+) -> dict[Key, np.ndarray]:
+    """{(protein, position): log-probabilities of the 33 tokens of ESM-2 there, float64 [33]}; NaN for those that the
+    model's alphabet lacks.
+
+    Each position is read in the window whose centre is nearest. masked: one pass per position, with it masked; else
+    one pass per window, with nothing masked. done: as in `Encoder.logits`; planned: called first, with the number
+    of tokens to come.
+    """
+    of_protein: dict[bytes, set[int]] = {}
+    for protein, position in positions:
+        of_protein.setdefault(protein, set()).add(position)
+    passes: dict[Pass, list[int]] = {}
+    for protein, wanted in of_protein.items():
+        parts = list(windows(len(protein), encoder.flags.max_seq_length - 2))
+        ends = [window.start + window.end for window in parts]
+        for position in sorted(wanted):
+            window = parts[bisect_right(ends, position)]
+            passes.setdefault(Pass(protein, window, position if masked else None), []).append(position)
+    planned(sum(key.window.length + 2 for key in passes))
+    found: dict[Key, np.ndarray] = {}
+    alphabet = encoder.alphabet
+    for group in in_parts(passes, GROUP):
+        at = [np.array(passes[key]) + 1 - key.window.start for key in group]
+        tokens = [_tokens(key, alphabet) for key in group]
+        for key, logits in zip(group, encoder.logits(tokens, done, at), strict=True):
+            rows = torch.log_softmax(logits.double(), -1).numpy()
+            if alphabet.prepared is not None:
+                ids = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size))
+                rows = np.where(ids == alphabet.unknown, np.nan, rows[:, ids])
+            found |= {(key.protein, position): row for position, row in zip(passes[key], rows, strict=True)}
+    return found
+
+
+def score(
+    encoder: Encoder,
+    variants: Sequence[Variant],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
+) -> list[float]:
+    """The variants' scores: the sums of log p(mutant) - log p(wild type), as of `log_probabilities`."""
+    check_letters(variants, encoder.alphabet)
+    wanted = ((protein, mutation.position) for protein, mutations in variants for mutation in mutations)
+    log_p = log_probabilities(encoder, wanted, masked, done, planned)
+
+    def of(protein: bytes, mutation: Mutation) -> float:
+        row = log_p[protein, mutation.position]
+        return float(row[mutation.mutant] - row[mutation.wild])
+
+    return [sum((of(protein, mutation) for mutation in mutations), 0.0) for protein, mutations in variants]
+
+
+def single_mutants(
+    encoder: Encoder,
+    proteins: Iterable[bytes],
+    masked: bool,
+    done: Progress = lambda tokens: None,
+    planned: Progress = lambda tokens: None,
+) -> list[np.ndarray]:
+    """The scores of all single mutants of each protein, float64 [length, 20] in the order of `RESIDUES`; NaN where the
+    wild type is no amino acid."""
+    proteins = list(proteins)
+    wild = {protein: BYTE_TO_ID[np.frombuffer(protein, np.uint8)] for protein in proteins}
+    known = {protein: np.isin(ids, list(WILD_TYPES)) for protein, ids in wild.items()}
+    wanted = ((protein, int(n)) for protein, is_known in known.items() for n in np.flatnonzero(is_known))
+    log_p = log_probabilities(encoder, wanted, masked, done, planned)
+    columns = [int(BYTE_TO_ID[ord(letter)]) for letter in RESIDUES]
+    found = []
+    for protein in proteins:
+        scores = np.full((len(protein), len(columns)), np.nan)
+        for n in np.flatnonzero(known[protein]):
+            row = log_p[protein, int(n)]
+            scores[n] = row[columns] - row[wild[protein][n]]
+        found.append(scores)
+    return found
+
+
+def _tokens(key: Pass, alphabet: Alphabet) -> np.ndarray:
+    tokens = alphabet.encode(key.window.residues_of(key.protein))
+    if key.masked is not None:
+        tokens[1 + key.masked - key.window.start] = alphabet.mask
+    return tokens

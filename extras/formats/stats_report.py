@@ -1,0 +1,118 @@
+"""Heat maps of --quant_stats: layers down, tensors across, how much underflows and how large the error is.
+
+python -m extras.formats.stats_report DIR [STEP]      DIR: with quant_stats.jsonl; STEP: else the last one logged
+
+Draws DIR/quant_stats.png. The error is relative, the mean squared error over the tensor's mean square, where the log
+has `mean` and `std`: gradients and weights then fit on one scale.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from common.cli import UserError, positional, run
+from common.files.json_files import read_json_lines
+from extras.formats.stats import GEMMS
+from extras.formats.stats_plan import FILE, MODULES, OPERANDS
+
+Cell = tuple[int, str]  # layer, name of the column
+ANNOTATED_LAYERS = 12  # of models with more, numbers would not be read in the cells
+
+
+def cells(rows: list[dict], step: int) -> tuple[list[str], dict[str, dict[Cell, float]]]:
+    """Columns, and for `underflows%` and `error` the value of each cell; cells that were not logged are missing."""
+    rows = [row for row in rows if row["step"] == step and row["tensor"] in OPERANDS]
+    found: dict[str, dict[Cell, float]] = {"underflows%": {}, "error": {}}
+    split = {row["tensor"] for row in rows if len(row["gemms"]) == 1}
+    columns = [
+        column
+        for module in MODULES
+        for tensor in OPERANDS
+        for column in (
+            [f"{module} {tensor} {g}" for g in GEMMS[tensor]] if tensor in split else [f"{module} {tensor}"]
+        )
+    ]
+    for row in rows:
+        name = f"{row['module']} {row['tensor']}"
+        for column in [f"{name} {gemm}" for gemm in row["gemms"]] if row["tensor"] in split else [name]:
+            for kind, value in (("underflows%", row.get("underflows%")), ("error", error(row))):
+                if value is not None:
+                    found[kind][row["layer"], column] = value
+    there = {column for of in found.values() for _, column in of}
+    return [column for column in columns if column in there], found
+
+
+def error(row: dict) -> float | None:
+    """Mean squared error over mean square; without `mean` and `std` the former alone; None where there is neither."""
+    if row.get("mse") is None:
+        return None
+    if row.get("mean") is None or row.get("std") is None:
+        return row["mse"]
+    square = row["mean"] ** 2 + row["std"] ** 2
+    return row["mse"] / square if square > 0 else None
+
+
+def draw(directory: Path, step: int | None = None) -> Path:
+    """quant_stats.png of a step. UserError where the log has no such step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm, Normalize
+
+    rows = [row for row in read_json_lines(directory / FILE) if "underflows%" in row or "mse" in row]
+    if not rows:
+        raise UserError(f"{directory}: no statistics there: {FILE} is missing or empty: train with --quant_stats")
+    steps = sorted({row["step"] for row in rows})
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise UserError(f"{directory / FILE}: no step {step}: it has {', '.join(map(str, steps[:10]))}, ...")
+    columns, found = cells(rows, step)
+    formats = {row["layer"]: row["format"] for row in rows}
+    layers = range(1, max(formats) + 1)
+    relative = all(row.get("mean") is not None and row.get("std") is not None for row in rows)
+    titles = {
+        "underflows%": "Underflow: numbers that became zero, %",
+        "error": "Mean squared error / mean square" if relative else "Mean squared error",
+    }
+    size = (4 + 0.52 * len(columns), 2 * (2.0 + 0.32 * len(layers)))
+    figure, axes = plt.subplots(2, 1, figsize=size, layout="constrained", sharex=True)
+    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
+        grid = [[found[kind].get((layer, column), math.nan) for column in columns] for layer in layers]
+        values = [v for v in found[kind].values() if v > 0] or [1.0]
+        # At least 1 % and a factor of ten across the colours: what is small, or all the same, shall look so.
+        under = Normalize(0, max(*values, 1.0))
+        norm = under if kind == "underflows%" else LogNorm(min(values), max(*values, 10 * min(values)))
+        colours = plt.get_cmap("viridis").with_extremes(bad="0.9", under="white")
+        image = axis.imshow(grid, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
+        figure.colorbar(image, ax=axis, pad=0.01)
+        axis.set(title=f"{title} (step {step})", ylabel="layer")
+        axis.set_yticks(range(len(layers)), [f"{layer}  {formats.get(layer, 'not quantised')}" for layer in layers])
+        axis.set_xticks(range(len(columns)), columns, rotation=60, ha="right", rotation_mode="anchor")
+        for number in range(1, len(columns)):  # a line between the matmuls
+            if columns[number].split()[0] != columns[number - 1].split()[0]:
+                axis.axvline(number - 0.5, color="white", linewidth=2)
+        if len(layers) <= ANNOTATED_LAYERS:
+            for (layer, column), value in found[kind].items():
+                text = f"{value:.2g}" if kind == "underflows%" else f"{value:.0e}".replace("e-0", "e-")
+                shade = "black" if norm(value) > 0.6 else "white"
+                axis.text(columns.index(column), layer - 1, text, ha="center", va="center", color=shade, fontsize=7)
+    path = directory / "quant_stats.png"
+    partial = path.with_suffix(".partial.png")
+    figure.savefig(partial, dpi=110)
+    plt.close(figure)
+    partial.replace(path)
+    return path
+
+
+def main() -> None:
+    usage = "python -m extras.formats.stats_report DIR [STEP]"
+    directory, *steps = positional(__doc__, usage, 1, 2)
+    if not all(step.isdigit() for step in steps):
+        raise UserError(f"usage: {usage}")
+    print(draw(Path(directory), *map(int, steps)))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1 @@
+"""Other programs' flags, launch commands, models and checkpoints."""

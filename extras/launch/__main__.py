@@ -1,0 +1,124 @@
+"""torchrun for batch systems: reports the ranks' exit status and error line, and limits restarts.
+
+python -m extras.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d ... train_ddp.py ...  (flags as torchrun's)
+
+- A stop signal is forwarded to the ranks, and their exit status becomes the launcher's. torchrun itself treats SIGTERM
+  as a failure and exits with 1, so that a run that has saved (75: requeue it) looks like a crash. With cgroups Slurm
+  signals only the process that it started, which is torchrun.
+- Bad input (2) ends the job: --max_restarts is for failures that are not the user's.
+- So does the third start in a row without a new checkpoint (extras.launch.restarts), with the reason and
+  status 2.
+- The ranks' error line is printed last, without torchrun's report around it.
+- In a pod every other failure becomes TRY_AGAIN: the training operator's restartPolicy ExitCode retries above 127.
+- A run on one node listens on loopback only, whatever --rdzv_endpoint is. The agents of several nodes share JSON
+  (extras.launch.rendezvous), so torchrun itself cannot be one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from common.cli import BAD_INPUT, LAUNCHER_SPEAKS, one_line, user_errors
+from common.distributed.stopping import PREEMPTED, SIGNALS
+
+TRY_AGAIN = 128 + signal.SIGTERM
+
+received: list[int] = []  # stop signals
+
+
+def main() -> None:
+    for number in SIGNALS:
+        signal.signal(number, _forward_signal)
+    try:
+        with user_errors():
+            status = _torchrun(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    sys.exit(_final_status(status))
+
+
+def _torchrun(arguments: list[str]) -> int:
+    # After the signal handlers: importing torch takes seconds.
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
+    from torch.distributed.launcher import api
+
+    from extras.launch import rendezvous
+    from extras.launch.restarts import Agent, Stopped, set_job_uid
+
+    set_job_uid()
+    Agent.signals, Agent.output_dir = received, _output_dir(arguments)
+    os.environ[LAUNCHER_SPEAKS] = "1"
+    # Ranks that exit on a signal have not failed: drop torchrun's report of it.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda _: not received)
+    api.LocalElasticAgent = Agent
+    try:
+        # torchrun installs handlers for the signals named here: leave the stop signals to ours.
+        parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", *arguments])
+        rendezvous.use_json_backend(parsed, run.parse_min_max_nnodes(parsed.nnodes)[1])
+        if run.determine_local_world_size(parsed.nproc_per_node) > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
+        run.run(parsed)
+    except ChildFailedError as error:  # torchrun or the agent has printed which rank failed
+        return _shell_status(error.get_first_failure()[1].exitcode)
+    except Stopped as stop:
+        return _shell_status(stop.failure.exitcode)
+    except RendezvousStateError as error:
+        sys.stderr.write(f"error: {one_line(error)}\n")
+        return 1
+    except RendezvousError as error:
+        sys.stderr.write(f"error: the other nodes are gone, or the job is over: {one_line(error)}\n")
+        return 1
+    return 0
+
+
+def _output_dir(arguments: list[str]) -> Path | None:
+    """The train script's --output_dir; None for a command that writes no checkpoints to count starts by."""
+    if not {"-m", "--module"}.isdisjoint(arguments) or "embed.py" in (Path(word).name for word in arguments):
+        return None
+    given = None
+    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("-", "_") in ("__output_dir", "__checkpoint_dir"):
+            given = value if equals else following
+    return Path(given) if given else None
+
+
+def _forward_signal(number: int, frame) -> None:
+    received.append(number)
+    ranks = _children()
+    if not ranks:
+        # Before the first rank starts or after the last one ends: the next start resumes.
+        os._exit(128 + number if number == signal.SIGINT else _final_status(PREEMPTED))
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _children() -> list[int]:
+    children: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended since: a signal handler must not raise
+            children += map(int, (task / "children").read_text().split())
+    return children
+
+
+def _shell_status(exitcode: int) -> int:
+    """A rank's exit code (negative: the signal that killed it) as a shell reports it."""
+    if -exitcode in received:  # stopped while it imported torch: nothing to save
+        return PREEMPTED
+    return exitcode if exitcode >= 0 else 128 - exitcode
+
+
+def _final_status(status: int) -> int:
+    return TRY_AGAIN if "KUBERNETES_SERVICE_HOST" in os.environ and status not in (0, BAD_INPUT) else status
+
+
+if __name__ == "__main__":
+    main()

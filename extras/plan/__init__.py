@@ -1,0 +1,1 @@
+"""What a run will need: memory, a learning rate, a preset of the quickstart."""

@@ -1,0 +1,140 @@
+"""The formats of `--dataset` files, and what they may hold: proteins or documents.
+
+The name of a file decides its format; of proteins also its first bytes, where the name says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from common.cli import UserError
+from common.data import Gaps, Policy
+from extras.prepare.sources.compression import (
+    DECOMPRESS_ERRORS,
+    HEAD_BYTES,
+    LONGEST_DOCUMENT,
+    LONGEST_PROTEIN,
+    open_decompressed,
+    strip_compression,
+)
+from extras.prepare.sources.csv_records import column_named
+from extras.prepare.sources.residues import ALIGNMENTS
+
+# Ends of names that are not taken by content: editors' copies, and NCBI's nucleotides.
+NOT_BY_CONTENT = ("~", ".bak", ".orig", ".old", ".tmp", ".swp", ".fna", ".ffn", ".frn")
+INFO_BYTES = 1 << 16  # a .json below may be dataset_infos.json
+
+
+class Format(NamedTuple):
+    """suffixes: of its files' names; contents: what they may hold (`Content.name`); module: defines `texts` and
+    `column`, which do what `read_texts` and `column_of` say ("": extras.prepare.sources.sequence_files reads it
+    itself)."""
+
+    suffixes: tuple[str, ...]
+    contents: tuple[str, ...]
+    module: str = ""
+
+
+FORMATS = {
+    "parquet": Format((".parquet", ".pq"), ("proteins", "documents")),
+    "json": Format((".jsonl", ".ndjson", ".json"), ("proteins", "documents")),
+    "csv": Format((".csv", ".tsv"), ("proteins", "documents")),
+    "fasta": Format((".fasta", ".fa", ".faa", ".fas", ".fsa", ".pep", ".seq", *ALIGNMENTS), ("proteins",)),
+    "text": Format((".txt",), ("documents",), "extras.prepare.sources.plain_text"),
+}
+
+
+@dataclass(frozen=True)
+class Content:
+    """What files contain: proteins or documents.
+
+    name: plural, for messages; columns: possible names of the column of texts; line_ends: whether a text may contain
+    them; other_column: advice if no column has such a name; longest: bytes of a record; gaps, on_bad_record: of
+    proteins, as of extras.prepare.sources.residues.Cleaner.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    line_ends: bool
+    other_column: str
+    longest: int = LONGEST_PROTEIN
+    gaps: Gaps | None = None
+    on_bad_record: Policy = "error"
+
+    @classmethod
+    def from_json(cls, value: dict) -> Content:
+        """From `dataclasses.asdict` after JSON."""
+        return cls(**value | {"columns": tuple(value["columns"])})
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """Those of FORMATS that may hold it."""
+        return {kind: each for kind, each in FORMATS.items() if self.name in each.contents}
+
+    @property
+    def suffixes(self) -> str:
+        """Possible suffixes of its files, for messages."""
+        return ", ".join(suffix for each in self.formats.values() for suffix in each.suffixes)
+
+    def format_of(self, path: str) -> str | None:
+        """The key of FORMATS for a file name; None if it is not one of `formats`."""
+        name = strip_compression(path.lower())
+        for kind, each in self.formats.items():
+            if name.endswith(each.suffixes) and not (kind == "parquet" and name != path.lower()):
+                return kind
+        return None
+
+
+PROTEINS = Content(
+    "proteins",
+    ("sequence", "text"),
+    line_ends=False,
+    other_column="rename the one that holds the proteins; or if none does, leave the file out by a pattern in place "
+    "of a directory ('DIR/*.fasta')",
+)
+
+
+def proteins(longest: int = LONGEST_PROTEIN, gaps: Gaps | None = None, on_bad_record: Policy = "error") -> Content:
+    """Proteins, in records of at most `longest` bytes."""
+    return replace(PROTEINS, longest=longest, gaps=gaps, on_bad_record=on_bad_record)
+
+
+def documents(column: str, longest: int = LONGEST_DOCUMENT) -> Content:
+    """Text in the column `column`."""
+    return Content(
+        "documents",
+        (column,),
+        line_ends=True,
+        other_column="name the column of the documents: --text_column",
+        longest=longest,
+    )
+
+
+def format_of_file(path: Path, content: Content) -> str | None:
+    """The key of FORMATS of a local file, by its name; of proteins also by its first bytes. None: something else."""
+    kind = content.format_of(path.name)
+    if content.name != PROTEINS.name or not path.is_file():
+        return kind
+    if not path.stat().st_size:
+        return None
+    if path.name.lower().endswith(".json") and path.stat().st_size < INFO_BYTES:
+        return kind if _has_column(path, content) else None
+    if kind is None and not strip_compression(path.name.lower()).endswith(NOT_BY_CONTENT):
+        head = b""
+        with suppress(UserError, OSError, *DECOMPRESS_ERRORS), open_decompressed(path) as file:
+            head = file.read(HEAD_BYTES).lstrip()
+        kind = "parquet" if head.startswith(b"PAR1") else "fasta" if re.match(rb">\S", head) else None
+    return kind
+
+
+def _has_column(path: Path, content: Content) -> bool:
+    """Whether the first line of a small file of JSON lines has a column of texts: dataset_infos.json has none."""
+    with suppress(UserError, ValueError, RecursionError, OSError, *DECOMPRESS_ERRORS), open_decompressed(path) as file:
+        first = json.loads(file.readline(INFO_BYTES))
+        return isinstance(first, dict) and column_named([*first], content.columns) is not None
+    return True  # damaged: its reader says how

@@ -1,0 +1,1 @@
+"""Where a run's figures and its model go: trackers, the Hub."""

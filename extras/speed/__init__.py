@@ -1,0 +1,1 @@
+"""Kernels, optimisers and strategies that plain PyTorch does not have."""
