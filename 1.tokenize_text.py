@@ -20,7 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import UserError, run
-from common.files.json_files import write_json_flushed
+from common.files.safe_files import write_json_flushed
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras.families.text.store import TOKENS, describe_tokens
 from extras.families.text.tokenizers import BYTES, Tokenizer, load_tokenizer

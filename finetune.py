@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 from common.cli import StoppedBySignal, UserError, one_line, run
-from common.files.json_files import content_hash, read_json, replace_directory, replace_flushed, write_json
+from common.files.identity import content_hash
 from common.files.runs import final_model_of
+from common.files.safe_files import read_json, replace_directory, replace_flushed, write_json
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.family import NO_STOCK, encoder_family
 from common.models.layers.hf_directory import dropout_of, local_directory, model_hash

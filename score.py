@@ -29,13 +29,8 @@ import numpy as np
 
 from common.cli import UserError, run
 from common.console import slow_bar
-from common.files.json_files import (
-    content_hash,
-    file_name,
-    is_plain_name,
-    read_json,
-    replace_flushed,
-)
+from common.files.identity import content_hash
+from common.files.safe_files import file_name, is_plain_name, read_json, replace_flushed
 from common.flags import Missing, flag, parse_arguments
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.measuring import ROOT, PreparedFlags, completed, mean_and_error, say, torchrun, where_measured, words
 from common.cli import UserError, run
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config, override
 

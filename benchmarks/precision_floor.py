@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.measuring import completed, publish, torchrun, where_measured, words
 from common.cli import UserError, run
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.flags import Flags, flag, parse_arguments
 
 PLAN = "recision:"  # ends the line that the plan follows in a run's log

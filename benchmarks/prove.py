@@ -37,7 +37,7 @@ from benchmarks.stock_loop import FAMILIES, LAST_RATE, RECIPE, STEPS, Family, Se
 from common.cli import UserError, run
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import World
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.flags import Flags, flag, parse_arguments
 from common.models.layers.backend import BF16_SINCE
 from common.precision.plan import ADA

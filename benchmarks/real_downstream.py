@@ -31,7 +31,7 @@ import torch
 from benchmarks.contact_baselines import Scores, fitted, separation_prior, untrained_model
 from benchmarks.measuring import publish, say, where_measured
 from common.cli import UserError, one_line, run
-from common.files.json_files import replace_flushed
+from common.files.safe_files import replace_flushed
 from common.models.esm2.config import load_config
 from extras.after.downstream.contacts import RANGES, mean_precisions, precisions, split
 from extras.after.downstream.stock_model import read_stock_model

@@ -31,7 +31,7 @@ from benchmarks.measuring import PreparedFlags, completed, publish, say, torchru
 from benchmarks.recipes import CPU_PLANS, DECISIVE_PLANS, DECISIVE_RECIPES, SMALL_PLAN, Plan
 from common.cli import UserError, run
 from common.data.clusters import DIRECTORY as CLUSTERS
-from common.files.json_files import read_json, read_json_lines
+from common.files.safe_files import read_json, read_json_lines
 from common.flags import Missing, flag, parse_arguments
 
 EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is that

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
-from common.files.json_files import check_type, shorten
 from common.files.runs import final_model_of, list_checkpoints
+from common.files.safe_files import check_type, shorten
 from common.models.family import Family, families, family_of
 from common.models.layers.model_card import Training
 from common.training import checkpoint_files as files

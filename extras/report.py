@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.cli import UserError, positional, run
-from common.files.json_files import read_json_lines
 from common.files.runs import BASELINES, METRICS, read_run_info
+from common.files.safe_files import read_json_lines
 from common.training.curves import PlotLabels, draw_curves, read_results
 from common.training.verdict import held_out_key, held_out_prefixes, verdicts
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.files.json_files import read_json, read_json_lines
+from common.files.safe_files import read_json, read_json_lines
 from common.training.run_directory import OWN_FILES, TRACES, TRACKER_FILES
 from extras.after.downstream.contacts import RANGES, precisions
 from extras.after.downstream.labels import is_number

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.flags import checked, with_flags
 from common.models.layers.compiling import compile_layers
 from common.training.masked_lm import TrainArguments

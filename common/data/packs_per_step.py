@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.files.json_files import LARGEST_INT, shorten
+from common.files.safe_files import LARGEST_INT, shorten
 
 SCHEDULE = re.compile(r"[0-9]{1,16}:[0-9]{1,16}(,[0-9]{1,16}:[0-9]{1,16}){0,99}")
 

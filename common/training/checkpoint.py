@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from common.cli import INTERRUPTED, UserError
 from common.distributed.run import exit_if_peer_lost, is_peer_lost
 from common.distributed.world import PeerFailed, World
-from common.files.json_files import size_and_crc, sync_directory, write_json_flushed
+from common.files.safe_files import size_and_crc, sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag
 from common.hooks import extra
 from common.training import checkpoint_files as files

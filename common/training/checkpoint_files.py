@@ -17,8 +17,8 @@ from pathlib import Path
 from isal import isal_zlib
 
 from common.cli import UserError, one_line
-from common.files.json_files import check_type, file_size, is_plain_name, open_regular, read_json, shorten
 from common.files.runs import FINAL_MODEL, list_checkpoints
+from common.files.safe_files import check_type, file_size, is_plain_name, open_regular, read_json, shorten
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from common.files.json_files import LARGEST_INT, is_plain_name, shorten, sync
+from common.files.safe_files import LARGEST_INT, is_plain_name, shorten, sync
 
 METADATA = "metadata.json"
 OLD_METADATA = ".metadata"  # for torch's own tools; older checkpoints have no other

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from common.cli import UserError, one_line
-from common.files.json_files import file_size, open_regular, read_limited, shorten
+from common.files.safe_files import file_size, open_regular, read_limited, shorten
 from common.hooks import extra
 from common.training.checkpoint_files import Corrupt, read_manifest
 from common.training.checkpoint_metadata import (

@@ -8,8 +8,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
-from common.files.json_files import read_json_lines
 from common.files.runs import BASELINES, METRICS, read_run_info
+from common.files.safe_files import read_json_lines
 from common.training.verdict import held_out_key, held_out_prefixes
 
 COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:pink")  # of held-out sets

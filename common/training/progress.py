@@ -14,7 +14,7 @@ from common.data.packing import Position
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData, packs_per_step
 from common.distributed.world import World
-from common.files.json_files import LARGEST_INT, check_type, shorten
+from common.files.safe_files import LARGEST_INT, check_type, shorten
 from common.models.layers.backend import KEPT
 from common.training.arguments import RunArguments
 from common.training.schedule import default_warmup_steps

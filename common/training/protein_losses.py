@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.cli import UserError, one_line
-from common.files.json_files import replace_flushed
+from common.files.safe_files import replace_flushed
 
 
 @dataclass(frozen=True)

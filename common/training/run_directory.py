@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import UserError
-from common.files.json_files import open_private
 from common.files.runs import CHECKPOINT, METRICS, RUN_INFO, list_checkpoints
+from common.files.safe_files import open_private
 from common.training.checkpoint_files import PARTIAL, SAVED, SUPERSEDED
 
 logger = logging.getLogger(__name__)

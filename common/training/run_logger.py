@@ -22,8 +22,8 @@ from common import console
 from common.cli import MACHINE_FAULT, UserError
 from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import World
-from common.files.json_files import JsonLinesLog, read_json_lines, write_json
 from common.files.runs import METRICS, RUN_INFO, read_run_info
+from common.files.safe_files import JsonLinesLog, read_json_lines, write_json
 from common.flags import Flags, flag
 from common.hooks import extra
 from common.training.curves import draw_curves

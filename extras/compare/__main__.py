@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from common.cli import UserError, run
-from common.files.json_files import replace_flushed
+from common.files.safe_files import replace_flushed
 from common.flags import Flags, flag, parse_arguments
 from extras.compare.paired import compare
 from extras.compare.picture import draw

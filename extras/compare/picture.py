@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.files.json_files import replace_flushed
 from common.files.runs import BASELINES
+from common.files.safe_files import replace_flushed
 from extras.compare.runs import Group, Run
 from extras.report import NAMES
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.files.json_files import replace_flushed, shorten
+from common.files.safe_files import replace_flushed, shorten
 from extras.compare.paired import Difference, mean_over_seeds, verdict
 from extras.compare.picture import baselines, unit
 from extras.compare.runs import Group, differences, without_effect

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import UserError, one_line
-from common.files.json_files import read_json_lines
 from common.files.runs import METRICS, list_checkpoints, read_run_info
+from common.files.safe_files import read_json_lines
 from common.training.arguments import DownstreamFlags, DryRunFlags, LearningRateFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.curves import read_results

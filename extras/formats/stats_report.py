@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 from common.cli import UserError, positional, run
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from extras.formats.stats import GEMMS
 from extras.formats.stats_plan import FILE, MODULES, OPERANDS
 

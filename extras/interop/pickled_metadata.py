@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.files.json_files import is_plain_name, shorten
+from common.files.safe_files import is_plain_name, shorten
 from common.training.checkpoint_metadata import DTYPES, MOST_DIMENSIONS, Refused, is_size, require
 from common.training.inert_pickle import Call, Name, loads
 

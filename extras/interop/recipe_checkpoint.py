@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.cli import UserError, one_line
-from common.files.json_files import open_regular
+from common.files.safe_files import open_regular
 
 SAVED, METADATA = "checkpoint.pt", ".metadata"
 PREFIXES = ("app.model.", "model.")  # of FSDP2's names; of Megatron-FSDP's, and of an older FSDP2's

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.cli import BAD_INPUT, UserError, one_line
 from common.distributed.stopping import PREEMPTED
-from common.files.json_files import open_private
+from common.files.safe_files import open_private
 
 MAX_STARTS = 3
 FILE = ".starts"

@@ -25,7 +25,7 @@ from common.data.training_data import open_data
 from common.distributed.run import distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
-from common.files.json_files import write_json
+from common.files.safe_files import write_json
 from common.flags import flag, flat, parse_arguments, with_flags
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.backend import has_bf16

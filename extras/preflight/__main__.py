@@ -22,7 +22,7 @@ from pathlib import Path
 from common.cli import BAD_INPUT, UserError, run
 from common.distributed.run import exit_now
 from common.distributed.world import World
-from common.files.json_files import write_json
+from common.files.safe_files import write_json
 from common.flags import Flags, flag, parse_arguments
 from common.training.arguments import RunArguments
 from common.training.optim import OPTIMIZERS

@@ -26,7 +26,7 @@ from common.cli import UserError, log_every, one_line
 from common.data import Gaps
 from common.data.clusters import DIRECTORY, Clusters
 from common.data.counter_rng import hash_bytes
-from common.files.json_files import sync, sync_directory
+from common.files.safe_files import sync, sync_directory
 from extras.prepare.output_directory import Build
 from extras.prepare.partitions import boot_id
 from extras.prepare.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_decompressed

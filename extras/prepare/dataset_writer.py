@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from common.files.json_files import combined_hash, sync, sync_directory, write_json_flushed
+from common.files.identity import combined_hash
+from common.files.safe_files import sync, sync_directory, write_json_flushed
 
 ROWS_PER_BATCH = 10_000
 SHARD_BYTES = 500 << 20

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from common.cli import UserError
-from common.files.json_files import sync_directory, write_json_flushed
+from common.files.safe_files import sync_directory, write_json_flushed
 from extras.prepare.dataset_writer import Piece, filter_pieces
 from extras.prepare.encode import KEY, KEYS, directory_name, in_order
 from extras.prepare.output_directory import Build

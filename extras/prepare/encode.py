@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from common.cli import UserError
 from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
-from common.files.json_files import sync
+from common.files.safe_files import sync
 from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
 from extras.prepare.dataset_writer import TOKEN_FEATURES, PieceWriters, arrow_schema
 from extras.prepare.output_directory import Build

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import MAKE_ROOM, NO_ROOM, UserError, owner_of_denied
-from common.files.json_files import size_and_crc, sync, sync_directory, sync_tree
+from common.files.safe_files import size_and_crc, sync, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
 RECORD = ".complete.json"

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from common.files.json_files import sync
+from common.files.safe_files import sync
 from extras.prepare.dataset_writer import TEXT_FEATURES, arrow_schema, shard_name, write_dataset_files
 from extras.prepare.output_directory import Build
 from extras.prepare.sources.records import Lines, columns, prefetch, skip, view

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common.cli import MachineFault, UserError, one_line
 from common.distributed.stopping import PREEMPTED
-from common.files.json_files import read_json_lines, write_json
+from common.files.safe_files import read_json_lines, write_json
 from common.training.run_directory import EVENTS, WANDB_RUN
 from common.training.run_logger import LogFlags, Tracker
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.models.esm2.config import load_config, override
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, environment, flags_of, rows, train

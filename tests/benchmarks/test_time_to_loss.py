@@ -26,7 +26,7 @@ from benchmarks.time_to_loss import (
 from common.cli import UserError
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.flags import checked
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, environment

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from safetensors.torch import load_file
 
 from common.cli import UserError
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.models.family import FAMILIES, encoder_family, family_of
 from tests.forked import run_script
 from tests.models.toy_family.family import TOKENS, ToyConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.precision.plan import PrecisionFlags
 from extras.formats.emulation import GRADIENT, INPUT, WEIGHT
 from extras.formats.stats import QuantStats, scalars

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.models.esm2.model import Esm2ForMaskedLM
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.convert import ADAPTER

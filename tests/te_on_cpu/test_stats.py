@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.distributed.world import World
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from common.precision.plan import (
     BlockScaling,
     CurrentScaling,

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from common.files.json_files import size_and_crc
+from common.files.safe_files import size_and_crc
 from tests.training.hostile_items import ITEMS, VALUES
 from tests.training.hostile_pickles import NO_PART, PICKLES, Evil
 

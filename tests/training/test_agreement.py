@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.files.json_files import read_json, write_json
+from common.files.safe_files import read_json, write_json
 from common.flags import with_flags
 from common.models.layers.backend import choose_backend
 from common.training import checkpoint_files

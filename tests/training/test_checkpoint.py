@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from common.distributed.world import World
-from common.files.json_files import read_json, size_and_crc
 from common.files.runs import list_checkpoints
+from common.files.safe_files import read_json, size_and_crc
 from common.training import resume
 from common.training.resume import damage_of, newest_usable
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.distributed.world import World
-from common.files.json_files import JsonLinesLog
+from common.files.safe_files import JsonLinesLog
 from common.training.resume import damage_of
 from common.training.run_directory import RunDirectory
 from tests.live_runs import LiveRun, assert_same_run, newest_step

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from extras.prepare.sample import write_sample
 from tests.live_runs import LiveRun, newest_step, outcome, trajectory
 from tests.patience import join

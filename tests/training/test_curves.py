@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.files.json_files import JsonLinesLog
 from common.files.runs import read_run_info
+from common.files.safe_files import JsonLinesLog
 from common.training.curves import draw_curves, read_results
 from common.training.run_logger import write_results
 from common.training.verdict import held_out_prefixes

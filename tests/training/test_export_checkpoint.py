@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from common.files.json_files import size_and_crc
+from common.files.safe_files import size_and_crc
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import KEPT
 from tests.forked import run_script

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.cli import UserError
-from common.files.json_files import shorten
+from common.files.safe_files import shorten
 from common.hooks import extra
 from common.models.esm2 import alphabet
 from common.models.layers import hf_directory

@@ -17,15 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.cli import UserError, one_line
-from common.files.json_files import (
-    check_type,
-    combined_hash,
-    is_plain_name,
-    open_regular,
-    read_json,
-    shorten,
-)
+from common.files.identity import combined_hash
 from common.files.runs import resolve_directory
+from common.files.safe_files import check_type, is_plain_name, open_regular, read_json, shorten
 from common.hooks import extra
 
 Config = TypeVar("Config")

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.files.json_files import replace_directory
+from common.files.safe_files import replace_directory
 from common.models.layers.hf_directory import INDEX
 from common.models.layers.model_card import Export, card
 

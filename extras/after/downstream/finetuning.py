@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.cli import UserError, one_line
-from common.files.json_files import replace_flushed
+from common.files.safe_files import replace_flushed
 from common.models.esm2.alphabet import PAD
 from extras.after.downstream.labels import IGNORE, Example, TaskSpec
 from extras.after.downstream.splits import SPLITS

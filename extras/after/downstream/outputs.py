@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from common.cli import MAKE_ROOM, NO_ROOM, UserError, one_line, owner_of_denied
-from common.files.json_files import is_plain_name, read_json, size_and_crc, sync_tree, write_json
+from common.files.safe_files import is_plain_name, read_json, size_and_crc, sync_tree, write_json
 from extras.after.downstream.results import RESULTS
 from extras.prepare.output_directory import lock, release
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.cli import UserError
 from common.data.alphabet import Alphabet
 from common.data.counter_rng import hash_bytes
-from common.files.json_files import replace_flushed
+from common.files.safe_files import replace_flushed
 from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family, family_of

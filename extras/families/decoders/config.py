@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from common.cli import UserError
-from common.files.json_files import shorten
+from common.files.safe_files import shorten
 from common.models.layers import hf_directory
 from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, read_config
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.cli import UserError, one_line
-from common.files.json_files import shorten
+from common.files.safe_files import shorten
 from common.models.esm2.alphabet import TOKENS as ESM2_TOKENS
 from common.models.layers import hf_directory
 from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, fields_of, read_config

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.files.json_files import replace_flushed
+from common.files.safe_files import replace_flushed
 from common.training.curves import moving_average
 from common.training.protein_losses import ProteinLosses, mean_and_error
 from extras.plan.find_learning_rate.trials import Trial, best_of, flat_within, last_part, recommended

@@ -26,7 +26,7 @@ from common.data.training_data import packs_per_step
 from common.distributed.stopping import Preempted
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
-from common.files.json_files import replace_flushed, write_json
+from common.files.safe_files import replace_flushed, write_json
 from common.flags import flat, with_flags
 from common.training.arguments import RunArguments
 from common.training.parse import task_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import UserError, one_line
-from common.files.json_files import read_json
+from common.files.safe_files import read_json
 
 MOST_TRIALS = 12
 LAST_PART = 0.2  # of a trial's steps: its training loss is their mean

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.cli import UserError
-from common.files.json_files import replace_flushed, write_json
+from common.files.safe_files import replace_flushed, write_json
 from extras.prepare.output_directory import Journal, building, hold_work, read_record
 
 NAMES = ["csv", "fasta"]

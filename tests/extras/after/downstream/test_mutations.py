@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 
 import score as script
 from common.cli import UserError
-from common.files.json_files import read_json_lines
+from common.files.safe_files import read_json_lines
 from extras.after.downstream.mutations import MOST, MutationEvaluation, read_table
 from extras.after.inference.mutations import RESIDUES
 from tests.data_fixtures import call, write_fasta

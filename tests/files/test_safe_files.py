@@ -1,6 +1,6 @@
 """JSON lines: what a resumed log keeps."""
 
-from common.files.json_files import JsonLinesLog, read_json_lines
+from common.files.safe_files import JsonLinesLog, read_json_lines
 
 
 def test_json_lines_log_drops_repeated_and_torn_rows(tmp_path):

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from common.cli import UserError
-from common.files import json_files as module
-from common.files.json_files import combined_hash, content_hash
+from common.files import identity as module
+from common.files.identity import combined_hash, content_hash
 
 
 @pytest.fixture(autouse=True)
