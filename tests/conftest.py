@@ -17,7 +17,6 @@ import pytest
 
 import extras  # noqa: F401  (hands its catalogue to the core)
 from tests.forked import serve
-from tests.slow import NODE_IDS
 
 ROOT = Path(__file__).resolve().parent.parent
 # An image holds the code and its tests, not what is around it: no documentation, no scripts of a cluster.
@@ -82,7 +81,7 @@ def pytest_collection():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-rounds", type=int, help="Kills in each soak test (2 and 4); the long form has 30.")
-    parser.addoption("--slow", action="store_true", help="Also the tests of tests/slow.py and those marked soak.")
+    parser.addoption("--slow", action="store_true", help="Also the tests marked slow or soak.")
     parser.addoption("--soak-seed", type=int, default=0, help="Repeats the moments of a soak test that failed.")
 
 
@@ -102,11 +101,7 @@ WAITING = (
 )
 
 
-COLLECTED = pytest.StashKey[set[str]]()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[COLLECTED] = {item.nodeid for item in items}
     leave_out_slow(config, items)
     order(items)
 
@@ -116,7 +111,7 @@ def leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
     option = config.option
     if option.slow or option.markexpr or option.soak_rounds or any("::" in argument for argument in config.args):
         return
-    slow = [item for item in items if item.nodeid in NODE_IDS or item.get_closest_marker("soak")]
+    slow = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("soak")]
     if slow:
         config.hook.pytest_deselected(items=slow)
         left_out = set(slow)

@@ -135,6 +135,7 @@ def test_changes_that_are_wrong(change, message):
         candidates.apply(change)
 
 
+@pytest.mark.slow
 def test_changes_together_train(dataset, tmp_path):
     flags = flags_of(dataset, tmp_path, optim="muon", max_steps=2, do_eval=True, eval_steps=1, max_eval_samples=8)
     changes = ",".join(candidates.CHANGES)

@@ -50,6 +50,7 @@ def test_row_flags_are_the_scripts(kind, tmp_path):
     assert args.pack_tokens <= 4096
 
 
+@pytest.mark.slow
 def test_that_fits_is_the_largest_pack():
     flags = [*words(model_flags("tiny")), "--bf16", "--backend=torch", "--tokens_per_pack"]
     two, three = (predicted(DDP, 1, [*flags, tokens]) / GIB for tokens in ("2048", "3072"))

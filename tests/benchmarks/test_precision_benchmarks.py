@@ -34,6 +34,7 @@ def another_seed(run: Path, copy: Path) -> None:
     (copy / "eval_results.json").write_text(json.dumps(results))
 
 
+@pytest.mark.slow
 def test_convergence_resumes_and_compares_by_seed(dataset, tmp_path):
     out = tmp_path / "out"
     flags = ["--dataset_dir", dataset, "--output_dir", out, "--config_overrides", TINY_OVERRIDES, "--steps", 4]

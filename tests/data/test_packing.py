@@ -320,6 +320,7 @@ def test_plan_without_shuffle_keeps_store_order():
     assert max(np.ptp(pack.records) for pack in packs[:100]) < 1500  # neighbours stay together
 
 
+@pytest.mark.slow
 def test_plan_of_69_million_records(monkeypatch):
     """Memory, time to the first pack, and the estimate of the epoch's packs against the true number."""
     lengths = protein_lengths(1 << 16)

@@ -34,10 +34,13 @@ def errors_of(said: str) -> list[str]:
 @pytest.mark.parametrize(
     ("script", "nproc", "rank", "flags"),
     [
-        *[(DDP, 2, 0, {}), (DDP, 3, 1, {}), (CP, 3, 1, {"cp_size": 3}), (FSDP2, 2, 1, {}), (FSDP2, 4, 2, HYBRID)],
-        ("train_mfsdp.py", 2, 1, {}),
+        pytest.param(DDP, 2, 0, {}, id="ddp-main", marks=pytest.mark.slow),
+        pytest.param(DDP, 3, 1, {}, id="ddp-3"),
+        pytest.param(CP, 3, 1, {"cp_size": 3}, id="cp-3", marks=pytest.mark.slow),
+        pytest.param(FSDP2, 2, 1, {}, id="fsdp2", marks=pytest.mark.slow),
+        pytest.param(FSDP2, 4, 2, HYBRID, id="hsdp", marks=pytest.mark.slow),
+        pytest.param("train_mfsdp.py", 2, 1, {}, id="mfsdp", marks=pytest.mark.slow),
     ],
-    ids=["ddp-main", "ddp-3", "cp-3", "fsdp2", "hsdp", "mfsdp"],
 )
 def test_watch_names_a_stopped_rank(dataset, tmp_path, script, nproc, rank, flags):
     """SIGSTOP: the process is there, its connections are open, and nothing answers. Rank 0 keeps the store, too."""
@@ -115,7 +118,10 @@ def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, scr
     _main(argv, script)
 
 
-@pytest.mark.parametrize(("script", "nproc", "rank"), [(DDP, 2, 1), (FSDP2, 2, 0), (DDP, 1, 0)])
+@pytest.mark.parametrize(
+    ("script", "nproc", "rank"),
+    [(DDP, 2, 1), pytest.param(FSDP2, 2, 0, marks=pytest.mark.slow), pytest.param(DDP, 1, 0, marks=pytest.mark.slow)],
+)
 def test_watch_names_a_sleeping_rank_with_its_stack(dataset, tmp_path, script, nproc, rank):
     env = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "collectives_")}
     argv = flags_of(dataset, tmp_path / "out", **FLAGS)

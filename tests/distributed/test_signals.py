@@ -55,7 +55,7 @@ def assert_goes_on(dataset: Path, out: Path, whole: Path, scratch: Path, nproc: 
     assert_same_run(out, whole, stop, scratch, stopped=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR1])
 def test_stop_during_a_step_saves_after_it(dataset, whole, tmp_path, number):
     out = tmp_path / "out"
     with LiveRun(dataset, out, tmp_path / "logs", **FLAGS, dataloader_num_workers=1) as run:
@@ -68,7 +68,7 @@ def test_stop_during_a_step_saves_after_it(dataset, whole, tmp_path, number):
     assert_goes_on(dataset, out, whole(), tmp_path)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_stop_of_one_rank_stops_all_at_the_same_step(dataset, whole, tmp_path, rank):
     out = tmp_path / "out"
     with LiveRun(dataset, out, tmp_path / "logs", 2, **FLAGS) as run:
@@ -121,7 +121,7 @@ def test_stop_while_a_loader_hangs_still_saves(dataset, whole, tmp_path):
     assert_goes_on(dataset, out, whole(2), tmp_path, 2)
 
 
-@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stop_of_the_process_tree_during_a_save(dataset, whole, tmp_path, async_save):
     """As schedulers do: loader workers get the signal too, and outlive it until the run has saved."""
     flags = FLAGS | {"save_steps": 2, "async_save": async_save}

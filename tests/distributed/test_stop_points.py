@@ -24,6 +24,7 @@ from common.training import loop
 from common.training.checkpoint import Checkpointer
 from common.training.step import Stepper
 from tests.live_runs import PREEMPTED, assert_same_run, newest_step
+from tests.marks import cases
 from tests.training_fixtures import _main, flags_of, on_ranks, train
 
 STEPS = 100  # of a whole run
@@ -109,8 +110,8 @@ def assert_stops(dataset: Path, out: Path, phase: str, points: int, only: Callab
     assert stopped > points // 2, "a run has fewer events than the one in which they were counted"
 
 
-@pytest.mark.parametrize("points", [2, 40])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("points", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", cases(PHASES, slow={"setup", "step", "end"}))
 def test_stop_at_any_point_ends_and_the_next_start_resumes(dataset, whole, tmp_path, phase, points):
     out = tmp_path / "out"
     assert_stops(dataset, out, phase, points)

@@ -18,15 +18,19 @@ from extras.export import choose, export
 from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
 
 RUN = {"max_steps": 6, "packs_per_step": 4, "tokens_per_pack": 256, "save_steps": 3}
-every_strategy = pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("train_ddp.py", {"gradient_checkpointing": True}),
-        ("train_fsdp2.py", {"activation_checkpointing": "selective"}),
-        ("train_mfsdp.py", {}),
-        ("train_ddp_cp.py", {"cp_comm_type": "all_gather"}),
-    ],
-)
+STRATEGIES: list[tuple[str, dict[str, Any]]] = [
+    ("train_ddp.py", {"gradient_checkpointing": True}),
+    ("train_fsdp2.py", {"activation_checkpointing": "selective"}),
+    ("train_mfsdp.py", {}),
+    ("train_ddp_cp.py", {"cp_comm_type": "all_gather"}),
+]
+
+
+def every_strategy(slow: set[str]) -> pytest.MarkDecorator:
+    """Parametrise a test by the train scripts and flags of each; slow: the scripts whose test is."""
+    marks = {script: [pytest.mark.slow] if script in slow else [] for script, _ in STRATEGIES}
+    rows = [pytest.param(script, flags, marks=marks[script]) for script, flags in STRATEGIES]
+    return pytest.mark.parametrize(("script", "flags"), rows)
 
 
 def results(out: Path) -> dict[str, Any]:

@@ -26,7 +26,10 @@ ROUNDING = 1e-5  # of fp32, relative to the tensor: sums in another order, over 
 ROUNDING_BF16 = 0.03  # of bf16: 2^-8 a step, and a few steps
 
 
-@pytest.mark.parametrize(("cp_size", "dp_size"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("cp_size", "dp_size"),
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
 def test_context_attention_equals_single_process(tmp_path, cp_size, dp_size):
     cases = all_cases(cp_size)
     if dp_size > 1:
@@ -34,7 +37,10 @@ def test_context_attention_equals_single_process(tmp_path, cp_size, dp_size):
     hold_cases(tmp_path, cp_size, dp_size, cases)
 
 
-@pytest.mark.parametrize(("cp_size", "dp_size"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("cp_size", "dp_size"),
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
 def test_context_attention_of_decoders_equals_single_process(tmp_path, cp_size, dp_size):
     cases = decoder_cases(cp_size)
     hold_cases(tmp_path, cp_size, dp_size, cases[::4] if dp_size > 1 else cases)

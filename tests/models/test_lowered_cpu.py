@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.marks import cases
 from tests.models.reference import packed, random_batch
 from tests.models.small_run import loss_and_gradients
 
@@ -19,7 +20,7 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", cases(LEVELS, slow={"AVX2"}))
 def test_cpu_without_bf16_instructions_computes_the_same(level, tmp_path):
     pack = packed(random_batch([100, 28, 1, 300]))
     torch.save(pack, tmp_path / "pack")

@@ -18,6 +18,7 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
 from extras.interop.hf_backend import StockEsm
+from tests.marks import cases
 from tests.models.reference import ours_like, packed, random_batch, reference_model, relative
 
 LENGTHS = [1, 2, 3, 40, 129, 17, 64]
@@ -63,7 +64,9 @@ def check_against_reference(config, batch) -> None:
             assert relative(grads[name], expected) < 1e-5, name
 
 
-@pytest.mark.parametrize("name", list(ESM2_SIZES))
+@pytest.mark.parametrize(
+    "name", cases(ESM2_SIZES, slow={f"facebook/esm2_{size}_UR50D" for size in ("t30_150M", "t36_3B", "t48_15B")})
+)
 def test_esm2_every_size_equals_reference(name):
     config = load_config(name)
     large = config.hidden_size > 1000
@@ -254,7 +257,11 @@ def test_esm2_bf16_gradients_differ_by_rounding_only():
 
 @pytest.mark.parametrize(
     ("mode", "dtype"),
-    [("none", torch.bfloat16), ("full", torch.bfloat16), ("selective", torch.float32)],
+    [
+        ("none", torch.bfloat16),
+        pytest.param("full", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("selective", torch.float32, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_esm2_layer_compiles_to_one_graph(mode, dtype):

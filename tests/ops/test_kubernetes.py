@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tests.marks import cases
 from tests.ops.job_schemas import DEFINITIONS, METADATA, definition_of
 from tests.ops.manifests import (
     CPU_ONLY,
@@ -43,6 +44,7 @@ from tests.ops.policy import RULES, broken_rules
 pytestmark = pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
 MODEL = GUIDE["MODEL"]
 SETTINGS = {"": {}, "without devices": CPU_ONLY}
+SLOW = {f"train-{strategy}-template.yaml" for strategy in ("ddp-cp", "mfsdp", "fsdp")}
 
 
 def assert_good(text: str) -> None:
@@ -84,7 +86,7 @@ def test_render_makes_valid_manifests(template, settings):
     assert_good(render(template, **SETTINGS[settings]))
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", cases(TEMPLATES, slow=SLOW))
 def test_render_switches_alone_and_together(template):
     switches = switches_of(template)
     plain = documents(render(template, RUN_ID="1"))
@@ -311,7 +313,7 @@ def test_render_passes_flags_unchanged(template, tmp_path):
     assert list((tmp_path / "in").iterdir()) == []
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", cases(TEMPLATES, slow=SLOW))
 def test_policy_catches_broken_manifests(template):
     """Each change that can be made to the template is caught, by the rule it is meant for; each rule has some."""
     caught, uncaught = set(), []

@@ -124,6 +124,7 @@ def assert_complete(out: Path) -> None:
     assert (out / "final_model" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_pods_resume_after_killed_rank_and_deleted_pod(volume, pods, tmp_path):
     """A rank out of memory: torchrun starts all again. The drain of a node: SIGTERM to one pod; its successor and the
     other pod finish the run, as if nothing had happened."""
@@ -160,6 +161,7 @@ def test_pods_resume_after_killed_rank_and_deleted_pod(volume, pods, tmp_path):
     assert losses(out)[: saved + 5] == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_guide_pods_of_a_decoder_train_and_log_master_addr(pods, tmp_path):
     """`kubectl logs NAME-worker-0 | grep master_addr=`; two pods' losses are those of two ranks here."""
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"ab" * n}"}}\n' for n in range(2, 200)))
@@ -187,7 +189,9 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.parametrize("template", ["train-ddp-template.yaml", "trainjob-template.yaml"])
+@pytest.mark.parametrize(
+    "template", ["train-ddp-template.yaml", pytest.param("trainjob-template.yaml", marks=pytest.mark.slow)]
+)
 def test_preflight_stops_a_pod_without_data(tmp_path, pods, template):
     pods.append(Pod(job(template, tmp_path), tmp_path / "log", 0, free_port()))
     assert pods[0].end() == 2, pods[0].said()
@@ -195,6 +199,7 @@ def test_preflight_stops_a_pod_without_data(tmp_path, pods, template):
     assert not (tmp_path / "ddp").exists()
 
 
+@pytest.mark.slow
 def test_pod_preflight_of_all_nodes(volume, pods, tmp_path):
     made, port = job("train-ddp-template.yaml", volume, "preflight"), free_port()
     pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]

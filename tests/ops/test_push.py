@@ -153,6 +153,7 @@ def test_push_makes_the_repository_and_prints_what_can_be_pulled(ecr, tmp_path):
     assert pushed(ecr, ACCOUNT=ACCOUNT) != reference
 
 
+@pytest.mark.slow
 def test_push_keeps_an_immutable_tag(ecr, tmp_path):
     name, ecr = ecr["DOCKER_IMAGE_NAME"], ecr | {"ACCOUNT": ACCOUNT}
     reference = pushed(ecr, ECR_TAG_MUTABILITY="IMMUTABLE")

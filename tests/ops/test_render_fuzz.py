@@ -109,6 +109,7 @@ def cases() -> list[tuple[str, str]]:
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_render_keeps_or_refuses_any_value():
     rendered = set()
     for name, value in cases():

@@ -278,7 +278,15 @@ def full_precision(dataset, tmp_path_factory) -> list[float]:
     return losses(out)
 
 
-@pytest.mark.parametrize("name", ["delayed", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("delayed", marks=pytest.mark.slow),
+        pytest.param("block", marks=pytest.mark.slow),
+        pytest.param("mxfp8", marks=pytest.mark.slow),
+        "nvfp4",
+    ],
+)
 def test_emulated_run_of_every_layout_equals_one_process(dataset, tmp_path, full_precision, name):
     flags = STEPS | RECIPES[name]
     said = train(dataset, tmp_path / "alone", **flags)
@@ -298,7 +306,10 @@ def test_emulated_run_of_every_layout_equals_one_process(dataset, tmp_path, full
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("delayed", {}), ("nvfp4", {"script": "train_fsdp2.py", "activation_checkpointing": "selective", "bf16": True})],
+    [
+        pytest.param("delayed", {}, marks=pytest.mark.slow),
+        ("nvfp4", {"script": "train_fsdp2.py", "activation_checkpointing": "selective", "bf16": True}),
+    ],
 )
 def test_emulated_compiled_layers_take_the_same_steps(dataset, tmp_path, name, more):
     """Matmuls stay outside the graphs."""
@@ -308,6 +319,7 @@ def test_emulated_compiled_layers_take_the_same_steps(dataset, tmp_path, name, m
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_emulated_resume_is_bit_identical(dataset, tmp_path, name):
     flags = STEPS | RECIPES[name] | {"bf16": True, "script": "train_fsdp2.py" if name == "nvfp4" else "train_ddp.py"}

@@ -252,7 +252,7 @@ def assert_same_rows(ours: list[dict], expected: list[dict], rel: float) -> None
             assert row[stat] == pytest.approx(other[stat], rel=rel, abs=rel * slack), (row, stat, other[stat])
 
 
-@pytest.mark.parametrize("name", ["delayed", "mixed"])
+@pytest.mark.parametrize("name", ["delayed", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_stats_log_is_independent_of_strategy_and_ranks(dataset, tmp_path, name):
     # With a learning rate of 0 all runs keep the same weights: else, after the first step, they differ by fp32's
     # rounding, which moves a number in some thousands to the next one of its format.
@@ -281,6 +281,7 @@ def test_stats_log_is_independent_of_strategy_and_ranks(dataset, tmp_path, name)
         assert_same_rows(log(tmp_path / layout), alone, 1e-6)
 
 
+@pytest.mark.slow
 def test_stats_log_of_compiled_layers_is_the_same(dataset, tmp_path):
     flags = RUN | FP8 | {"fp8_layers": "1", "fp4": True, "learning_rate": 0, "max_steps": 2}
     for compiled in (False, True):

@@ -18,6 +18,7 @@ GRAPHS = ("tests/gpu/test_te_graphs.py",)
 CASES = [("9.0", "", 32, FILES), ("10.0", "matmuls or recipes_have", 9, FILES), ("9.0", "", 2, GRAPHS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "which", "at_least", "files"), CASES, ids=["9.0", "10.0", "graphs"])
 def test_gpu_files_pass_over_the_stand_in(capability, which, at_least, files):
     """At 9.0 all of it; at 10.0 what Hopper has no recipes for (MXFP8, NVFP4). Graphs with cuDNN's attention."""

@@ -21,6 +21,7 @@ from common.models.esm2.model import Esm2ForMaskedLM
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.convert import ADAPTER
 from tests.decoder_fixtures import train_decoder, write_text
+from tests.marks import cases
 from tests.te_on_cpu import graphs
 from tests.te_on_cpu.boot import needs_site
 from tests.te_on_cpu.runs import BLACKWELL, train_by_te, train_decoder_by_te
@@ -42,6 +43,7 @@ CASES |= {
     "delayed, Megatron-FSDP": RECIPES["delayed"] | {"script": "train_mfsdp.py", "nproc": 2},
     "mxfp8 and nvfp4": RECIPES["mxfp8"] | {"fp8_layers": "1", "fp4": True},
 }
+FAST = {"delayed, FP8 weights", "mxfp8, FSDP2, recomputed", "nvfp4, DDP, statistics"}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def in_bf16(dataset, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, slow=CASES.keys() - FAST))
 def test_run_trains_like_bf16_up_to_the_formats(case, dataset, tmp_path, in_bf16):
     flags = CASES[case]
     if flags.get("script") == "train_mfsdp.py":
@@ -70,7 +72,10 @@ def test_run_trains_like_bf16_up_to_the_formats(case, dataset, tmp_path, in_bf16
     assert {row["step"] for row in read_json_lines(rows)} == {2} if "quant_stats" in flags else not rows.exists()
 
 
-@pytest.mark.parametrize(("nproc", "flags"), [(1, {"fp8_params": True}), (2, {"script": "train_fsdp2.py"})])
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [(1, {"fp8_params": True}), pytest.param(2, {"script": "train_fsdp2.py"}, marks=pytest.mark.slow)],
+)
 def test_run_with_muon_trains_like_bf16(dataset, tmp_path, nproc, flags):
     flags = flags | {"nproc": nproc, "optim": "muon", "max_steps": 3}
     train_by_te(dataset, tmp_path / "te", **RECIPES["delayed"] | flags)
@@ -79,7 +84,9 @@ def test_run_with_muon_trains_like_bf16(dataset, tmp_path, nproc, flags):
     assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
+@pytest.mark.parametrize(
+    "recipe", cases([name for name in RECIPES if name != "delayed"], slow={"current", "block", "mxfp8"})
+)
 def test_run_resumes_bit_exactly(recipe, dataset, tmp_path):
     """Stochastic rounding too, and scales of all kinds but delayed scaling's, which have a state (below)."""
     whole, parted = tmp_path / "whole", tmp_path / "parted"
@@ -89,6 +96,7 @@ def test_run_resumes_bit_exactly(recipe, dataset, tmp_path):
     assert losses(parted) == losses(whole)[2:]
 
 
+@pytest.mark.slow
 def test_run_with_delayed_scaling_resumes_bit_exactly(dataset, tmp_path):
     """Histories and scales come back from the checkpoint; statistics are those of tensors on the GPU's units."""
     flags = {"fp8": True, "fp8_recipe": "delayed", "packs_per_step": 2, "quant_stats": True, "quant_stats_freq": 2}
@@ -120,6 +128,7 @@ def _announce_replays() -> None:
     graphs.CUDAGraph.replay = announced
 
 
+@pytest.mark.slow
 def test_run_with_cuda_graphs_has_the_bits_of_eager_layers(dataset, tmp_path):
     """On two ranks, of accumulated packs, with an evaluation, and after a resume."""
     flags = {"nproc": 2, "packs_per_step": 4, "max_steps": 4, "save_steps": 2, "do_eval": True, "eval_steps": 1}
@@ -155,7 +164,14 @@ def test_run_detects_a_nan_weight_under_nvfp4(dataset, tmp_path):
     assert re.search(r"2 skipped in a row \(step 2: loss [\d.]+, gradient norm nan; step 3: loss", said), said
 
 
-@pytest.mark.parametrize(("cp_size", "recipe"), [(1, "current"), (2, "delayed"), (2, "nvfp4")])
+@pytest.mark.parametrize(
+    ("cp_size", "recipe"),
+    [
+        (1, "current"),
+        pytest.param(2, "delayed", marks=pytest.mark.slow),
+        pytest.param(2, "nvfp4", marks=pytest.mark.slow),
+    ],
+)
 def test_decoder_trains_like_bf16_up_to_the_formats(tmp_path, cp_size, recipe):
     """Where ranks share packs, attention is torch's, block by block."""
     text = write_text(tmp_path / "text")
@@ -176,6 +192,7 @@ def test_decoder_trains_like_bf16_up_to_the_formats(tmp_path, cp_size, recipe):
 MIXTRAL = {"model_type": "mixtral", "hidden_width": 128, "num_heads": 4, "intermediate_size": 128}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_decoder_with_experts_trains_like_bf16(recipe, tmp_path):
     text = write_text(tmp_path / "text")
@@ -187,6 +204,7 @@ def test_decoder_with_experts_trains_like_bf16(recipe, tmp_path):
     assert "Backend: te (--backend te)" in said
 
 
+@pytest.mark.slow
 def test_decoder_with_experts_resumes_and_exports_bit_exactly(tmp_path):
     """With delayed scaling, whose scales and histories of each expert a checkpoint holds."""
     text, whole, parted = (tmp_path / name for name in ("text", "whole", "parted"))
@@ -219,7 +237,7 @@ def test_decoder_with_experts_refuses_formats_in_one_line(flags, said, tmp_path)
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("way", ["p2p", "a2a"])
+@pytest.mark.parametrize("way", ["p2p", pytest.param("a2a", marks=pytest.mark.slow)])
 def test_cp_run_trains_like_one_process(way, dataset, tmp_path, in_bf16):
     """By Transformer Engine's own ring of keys or all-to-all of heads, around kernels of attention to packs."""
     train_by_te(dataset, tmp_path / "out", 2, "train_ddp_cp.py", cp_comm_type=way)
@@ -229,9 +247,9 @@ def test_cp_run_trains_like_one_process(way, dataset, tmp_path, in_bf16):
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [
-        ("current", "biohub/ESMC-300M-hf"),
+        pytest.param("current", "biohub/ESMC-300M-hf", marks=pytest.mark.slow),
         ("nvfp4", "biohub/ESMC-300M-hf"),
-        ("current", "chandar-lab/AMPLIFY_120M"),
+        pytest.param("current", "chandar-lab/AMPLIFY_120M", marks=pytest.mark.slow),
     ],
 )
 def test_encoder_trains_like_bf16_up_to_the_formats(recipe, name, dataset, tmp_path):

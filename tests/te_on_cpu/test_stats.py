@@ -20,6 +20,7 @@ from common.precision.plan import (
     Plan,
 )
 from extras.formats.stats_plan import OPERANDS, RESULTS
+from tests.marks import cases
 from tests.precision.test_stats_plan import write
 from tests.te_on_cpu import boot
 from tests.te_on_cpu.modules import BLACKWELL, HOPPER, models, passes
@@ -77,7 +78,7 @@ def _rows_of_both(capability: tuple[int, int], directory: str, path: str) -> Non
     torch.save(found, path)
 
 
-@pytest.mark.parametrize("capability", PLANS, ids=["9.0", "10.0"])
+@pytest.mark.parametrize("capability", cases(PLANS, slow={HOPPER}), ids=["9.0", "10.0"])
 def test_stats_rows_equal_the_emulation(capability, tmp_path):
     codes, said = on_ranks(1, _rows_of_both, capability, str(tmp_path), str(tmp_path / "rows"))
     assert codes == [0], said[0]
@@ -96,6 +97,7 @@ def test_stats_rows_equal_the_emulation(capability, tmp_path):
             assert row[stat] == pytest.approx(expected[stat], rel=bound, abs=1e-12), (where, stat)
 
 
+@pytest.mark.slow
 def test_stats_rows_do_not_depend_on_sharding_and_recomputation(dataset, tmp_path):
     """Weights, stored for one dimension at a time, have both; recomputed tensors count once; a what-if comes along."""
     features = {

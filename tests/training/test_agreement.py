@@ -132,7 +132,9 @@ def groups(out: Path, step: int, scratch: Path) -> list[tuple]:
     return [tuple(state[f"optimizer/param_groups/{n}/{name}"] for name in names) for n in (0, 1)]
 
 
-@pytest.mark.parametrize(("nproc", "script"), [(1, "train_ddp.py"), (2, "train_fsdp2.py")])
+@pytest.mark.parametrize(
+    ("nproc", "script"), [(1, "train_ddp.py"), pytest.param(2, "train_fsdp2.py", marks=pytest.mark.slow)]
+)
 def test_optimizer_flags_take_effect_on_resume(dataset, tmp_path, nproc, script):
     out = tmp_path / "out"
     usual = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}

@@ -62,9 +62,9 @@ def test_ramp_ends_with_the_epoch_and_is_in_log_and_checkpoint(dataset, alone):
     ("script", "flags"),
     [
         ("train_ddp.py", {"dataloader_num_workers": 3}),
-        ("train_fsdp2.py", {}),
-        ("train_mfsdp.py", {}),
-        ("train_ddp_cp.py", {"cp_size": 2}),
+        pytest.param("train_fsdp2.py", {}, marks=pytest.mark.slow),
+        pytest.param("train_mfsdp.py", {}, marks=pytest.mark.slow),
+        pytest.param("train_ddp_cp.py", {"cp_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_ramp_on_two_ranks_equals_one(dataset, tmp_path, alone, script, flags):

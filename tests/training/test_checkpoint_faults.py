@@ -29,7 +29,11 @@ def disk(tmp_path):
 
 @pytest.mark.parametrize(
     ("async_save", "nproc", "script"),
-    [(True, 1, "train_ddp.py"), (False, 1, "train_ddp.py"), (True, 2, "train_fsdp2.py")],
+    [
+        (True, 1, "train_ddp.py"),
+        pytest.param(False, 1, "train_ddp.py", marks=pytest.mark.slow),
+        pytest.param(True, 2, "train_fsdp2.py", marks=pytest.mark.slow),
+    ],
 )
 def test_checkpoint_full_disk_keeps_earlier_ones(disk, dataset, tmp_path, async_save, nproc, script):
     out = disk / "out"

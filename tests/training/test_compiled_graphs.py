@@ -54,10 +54,12 @@ def alone(dataset, tmp_path_factory) -> list[float]:
     ("script", "flags"),
     [
         ("train_ddp.py", SMALL_BUCKETS),
-        ("train_ddp_cp.py", SMALL_BUCKETS),
-        ("train_ddp_cp.py", {"cp_comm_type": "all_gather", "gradient_checkpointing": True}),
-        ("train_fsdp2.py", {}),
-        ("train_mfsdp.py", {"activation_checkpointing": "full"}),
+        pytest.param("train_ddp_cp.py", SMALL_BUCKETS, marks=pytest.mark.slow),
+        pytest.param(
+            "train_ddp_cp.py", {"cp_comm_type": "all_gather", "gradient_checkpointing": True}, marks=pytest.mark.slow
+        ),
+        pytest.param("train_fsdp2.py", {}, marks=pytest.mark.slow),
+        pytest.param("train_mfsdp.py", {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_layer_is_one_graph_on_two_ranks(dataset, tmp_path, alone, script, flags):
@@ -67,6 +69,7 @@ def test_compiled_layer_is_one_graph_on_two_ranks(dataset, tmp_path, alone, scri
     assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags"), [("train_fsdp2.py", {}), ("train_ddp_cp.py", {"cp_comm_type": "all_gather"})]
 )

@@ -36,16 +36,20 @@ def alone(dataset, tmp_path_factory):
 @pytest.mark.parametrize(
     ("script", "nproc", "steps", "flags"),
     [
-        (CP, 2, STEPS, {}),
+        pytest.param(CP, 2, STEPS, {}, marks=pytest.mark.slow),
         (
             CP,
             4,
             6,
             {"cp_comm_type": "all_gather", "pad_sequences_to_be_divisible_by": 16, "dataloader_num_workers": 1},
         ),
-        (CP, 4, 6, {"cp_size": 4, "cp_layout": "contiguous", "gradient_checkpointing": True}),
-        (FSDP2, 2, 6, {"cp_size": 2, "torch_compile": True, "compiler": "eager"}),
-        (FSDP2, 4, 6, {"cp_size": 2, "sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
+        pytest.param(
+            CP, 4, 6, {"cp_size": 4, "cp_layout": "contiguous", "gradient_checkpointing": True}, marks=pytest.mark.slow
+        ),
+        pytest.param(FSDP2, 2, 6, {"cp_size": 2, "torch_compile": True, "compiler": "eager"}, marks=pytest.mark.slow),
+        pytest.param(
+            FSDP2, 4, 6, {"cp_size": 2, "sharding_strategy": "hybrid", "hsdp_shard_size": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=["ddp", "dp-x-cp", "contiguous", "fsdp2", "hybrid"],
 )
@@ -76,7 +80,10 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).norm() <= 2e-3 * b.norm())
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param("delayed", marks=pytest.mark.slow), pytest.param("current", marks=pytest.mark.slow), "mxfp8"],
+)
 def test_cp_emulated_formats_scale_by_whole_pack(dataset, tmp_path, recipe):
     flags = {"max_steps": 3, "packs_per_step": 2, "save_final_model": False, "fp8": True, "fp8_recipe": recipe}
     flags |= {"emulate_precision": True, "learning_rate": 0, "quant_stats": True, "quant_stats_freq": 1}
@@ -95,6 +102,7 @@ def test_cp_emulated_formats_scale_by_whole_pack(dataset, tmp_path, recipe):
                 assert one[stat] == pytest.approx(other[stat], rel=1e-3), (one["tensor"], stat)
 
 
+@pytest.mark.slow
 def test_cp_resume_after_kill_on_other_number_of_ranks(dataset, alone, tmp_path):
     """cp 2, killed; one process; cp 4: the run of one process."""
     out = tmp_path / "out"
@@ -118,7 +126,9 @@ def test_cp_dead_peer_is_named(dataset, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cp_size", "packing"), [(1, {}), (2, {}), (2, {"pad_to_max_length": True})], ids=["cp1", "cp2", "padded"]
+    ("cp_size", "packing"),
+    [(1, {}), (2, {}), pytest.param(2, {"pad_to_max_length": True}, marks=pytest.mark.slow)],
+    ids=["cp1", "cp2", "padded"],
 )
 def test_cp_streams_are_assigned_by_data_rank(tmp_path, cp_size, packing):
     """Padded batches are packs of so many sequences, and shared as such."""

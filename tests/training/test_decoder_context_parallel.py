@@ -22,9 +22,9 @@ def text(tmp_path_factory) -> Path:
     ("script", "family"),
     [
         ("train_fsdp2.py", MIXTRAL),
-        ("train_fsdp2.py", {"model_type": "mistral"}),
+        pytest.param("train_fsdp2.py", {"model_type": "mistral"}, marks=pytest.mark.slow),
         ("train_mfsdp.py", {}),
-        ("train_mfsdp.py", MIXTRAL),
+        pytest.param("train_mfsdp.py", MIXTRAL, marks=pytest.mark.slow),
     ],
     ids=["mixtral", "mistral", "mfsdp", "mfsdp mixtral"],
 )
@@ -50,7 +50,13 @@ def test_decoder_with_shared_documents_equals_one_process(text, tmp_path, script
 
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [({}, "delayed"), ({}, "current"), ({}, "mxfp8"), ({}, "nvfp4"), (MIXTRAL, "delayed")],
+    [
+        pytest.param({}, "delayed", marks=pytest.mark.slow),
+        ({}, "current"),
+        pytest.param({}, "mxfp8", marks=pytest.mark.slow),
+        pytest.param({}, "nvfp4", marks=pytest.mark.slow),
+        pytest.param(MIXTRAL, "delayed", marks=pytest.mark.slow),
+    ],
     ids=["delayed", "current", "mxfp8", "nvfp4", "mixtral"],
 )
 def test_decoder_emulated_formats_scale_by_whole_pack(text, tmp_path, family, recipe):

@@ -16,6 +16,7 @@ from extras.families.decoders.config import PRESETS
 from extras.families.text.tokenizers import ByteTokenizer
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import train_decoder, write_text
+from tests.marks import cases
 from tests.training_fixtures import _main, on_ranks, rows
 
 # TRAINING_ARGS of the guides' logs, word for word.
@@ -125,7 +126,7 @@ def test_decoder_flags_of_guides_are_accepted_unchanged(name, caplog):
     assert comment == (" #" in GUIDES[name])
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", cases(GUIDES, slow={"mistral_8x7b", "mathstral_7b"}))
 def test_decoder_commands_of_guides_train(name, tmp_path, monkeypatch):
     """Word for word but for sizes and places, twice: the second start finds the first one's checkpoints."""
     text = tmp_path / "text"

@@ -222,6 +222,7 @@ def test_decoder_log_has_the_guides_lines(two_ranks):
     assert [row["step"] for row in rows(out) if "eval_loss" in row] == [3, 6]
 
 
+@pytest.mark.slow
 def test_decoder_resume_after_stop_is_bit_identical(text, two_ranks, tmp_path):
     """With both directories the same, as the guides have it: at first there is nothing; then the newest counts."""
     out = tmp_path / "checkpoints"
@@ -258,7 +259,7 @@ CP, GATHERED = {"script": "train_ddp_cp.py"}, {"cp_size": 2, "cp_comm_type": "al
 
 @pytest.mark.parametrize(
     "legs",
-    [[(2, CP), (4, GATHERED)], [(2, CP), (1, {}), (4, CP | {"cp_size": 4})]],
+    [[(2, CP), (4, GATHERED)], pytest.param([(2, CP), (1, {}), (4, CP | {"cp_size": 4})], marks=pytest.mark.slow)],
     ids=["DDP, FSDP2", "2, 1, 4"],
 )
 def test_decoder_with_shared_packs_equals_transformers_and_resumes_on_other_size(text, plain, tmp_path, legs):
@@ -309,6 +310,7 @@ def test_decoder_initial_weights_are_independent_of_ranks(text, tmp_path):
     assert seen == {name: len(parameter) for name, parameter in whole.items()}
 
 
+@pytest.mark.slow
 def test_decoder_learns_more_than_frequencies(text, tmp_path):
     """PlotLabels of a list, in bytes: below the entropy of single bytes (about 3 nats) by far."""
     train_decoder(text, tmp_path, 1, max_steps=60, lr=8e-3, validation_freq=60, bf16=1, document_masks=1)
@@ -337,7 +339,10 @@ def test_decoder_memory_flags_change_no_result(text, two_ranks, tmp_path, flags)
 
 @pytest.mark.parametrize(
     ("family", "recipes"),
-    [({}, {"delayed": {}, "nvfp4": {"fp8": 0, "fp4": 1}}), (MIXTRAL, {"nvfp4": {"fp8": 0, "fp4": 1}})],
+    [
+        pytest.param({}, {"delayed": {}, "nvfp4": {"fp8": 0, "fp4": 1}}, marks=pytest.mark.slow),
+        (MIXTRAL, {"nvfp4": {"fp8": 0, "fp4": 1}}),
+    ],
     ids=["llama", "mixtral"],
 )
 def test_decoder_layers_compute_in_emulated_formats(text, tmp_path, family, recipes):
@@ -403,7 +408,7 @@ def test_decoder_refuses_unsupported_flags_in_one_line(text, tmp_path, script, f
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("flags", [{}, MIXTRAL], ids=["llama", "mixtral"])
+@pytest.mark.parametrize("flags", [pytest.param({}, marks=pytest.mark.slow), MIXTRAL], ids=["llama", "mixtral"])
 def test_decoder_with_muon_equals_one_process(text, tmp_path, flags):
     flags = flags | {"optim": "muon"}
     train_decoder(text, tmp_path / "alone", **flags)

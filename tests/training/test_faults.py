@@ -257,7 +257,9 @@ def test_clear_removes_only_files_of_a_run(dataset, tmp_path):
     [
         ({"SLURM_JOB_ID": "17"}, True),
         ({"TORCHELASTIC_RUN_ID": "job"}, True),
-        ({"TORCHELASTIC_RUN_ID": "none"}, True),  # the same parent, here the tests' server, stands for one torchrun
+        pytest.param(
+            {"TORCHELASTIC_RUN_ID": "none"}, True, marks=pytest.mark.slow
+        ),  # the same parent, here the tests' server, stands for one torchrun
         ({}, False),
     ],
     ids=str,

@@ -47,13 +47,27 @@ def assert_same(out, alone) -> None:
     ("nproc", "flags"),
     [
         (1, {"gradient_accumulation_steps": 4}),
-        (2, {"gradient_accumulation_steps": 2}),
-        (2, {"gradient_accumulation_steps": 2, "activation_checkpointing": "full"}),
+        pytest.param(2, {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            2, {"gradient_accumulation_steps": 2, "activation_checkpointing": "full"}, marks=pytest.mark.slow
+        ),
         (2, {"gradient_accumulation_steps": 2, "activation_checkpointing": "selective", "forward_prefetch": 0}),
-        (2, {"gradient_accumulation_steps": 2, "sharding_strategy": "grad_op", "offload_activations": True}),
-        (2, {"gradient_accumulation_steps": 2, "cpu_offload": True, "forward_prefetch": 2, "sync_each_batch": True}),
+        pytest.param(
+            2,
+            {"gradient_accumulation_steps": 2, "sharding_strategy": "grad_op", "offload_activations": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            {"gradient_accumulation_steps": 2, "cpu_offload": True, "forward_prefetch": 2, "sync_each_batch": True},
+            marks=pytest.mark.slow,
+        ),
         (4, {}),
-        (4, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "activation_checkpointing": "full"}),
+        pytest.param(
+            4,
+            {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "activation_checkpointing": "full"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_fsdp2_every_layout_equals_one_process(dataset, tmp_path, alone, nproc, flags):
@@ -61,6 +75,7 @@ def test_fsdp2_every_layout_equals_one_process(dataset, tmp_path, alone, nproc, 
     assert_same(tmp_path, alone)
 
 
+@pytest.mark.slow
 def test_fsdp2_compiled_layers_take_the_same_steps(dataset, tmp_path, alone):
     flags = {"activation_checkpointing": "selective", "torch_compile": True, "stop_at_step": 3}
     flags["compiler"] = "aot_eager"
@@ -142,6 +157,7 @@ def test_fsdp2_checkpoint_of_any_layout_resumes_on_any_other(dataset, tmp_path, 
     assert_same(tmp_path, alone)
 
 
+@pytest.mark.slow
 def test_fsdp2_resume_on_same_layout_is_bit_identical(dataset, tmp_path):
     flags = {"script": FSDP, "packs_per_step": 4, "max_steps": 6, "activation_checkpointing": "selective"}
     train(dataset, tmp_path / "whole", 2, **flags)

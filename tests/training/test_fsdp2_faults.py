@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +29,7 @@ from tests.training_fixtures import TINY_OVERRIDES, on_ranks, rows, train
 FLAGS = {"script": "train_fsdp2.py", "per_device_train_batch_size": 1, "save_final_model": False}
 
 
+@pytest.mark.slow
 def test_fsdp2_resume_skips_and_names_damaged_checkpoints(dataset, tmp_path):
     flags, out = FLAGS | {"max_steps": 14, "save_steps": 2}, tmp_path / "damaged"
     train(dataset, out, 2, **flags)
@@ -53,6 +55,7 @@ def test_fsdp2_resume_skips_and_names_damaged_checkpoints(dataset, tmp_path):
     assert "checkpoint-14: the checkpoint is of another model: intermediate_size 64 (now 128);" in said
 
 
+@pytest.mark.slow
 def test_fsdp2_signal_saves_and_run_resumes(dataset, tmp_path):
     """SIGUSR1 to one rank; SIGTERM to both, and to one, while the ranks evaluate (half a second or more)."""
     data = tmp_path / "data"

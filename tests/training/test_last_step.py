@@ -81,8 +81,8 @@ def test_epoch_covers_each_record_once(dataset, epoch):
     [
         ("padded", 2, {}),
         ("packed", 3, {}),
-        ("padded", 3, FSDP),
-        ("packed", 2, {"dataloader_num_workers": 3} | FSDP),
+        pytest.param("padded", 3, FSDP, marks=pytest.mark.slow),
+        pytest.param("packed", 2, {"dataloader_num_workers": 3} | FSDP, marks=pytest.mark.slow),
     ],
     indirect=["epoch"],
 )
@@ -92,6 +92,7 @@ def test_last_step_is_independent_of_ranks_and_workers(dataset, tmp_path, epoch,
     assert_same(tmp_path, alone)
 
 
+@pytest.mark.slow
 @PACKED
 def test_resume_on_other_ranks_ends_at_the_same_step(dataset, tmp_path, epoch):
     alone, flags = epoch
@@ -144,9 +145,14 @@ EMULATED = {"emulate_precision": True, "quant_stats": True, "quant_stats_freq": 
     ("flags", "layout", "tolerance"),
     [
         ({"bf16": True}, {"gradient_checkpointing": True}, 1e-3),
-        ({"bf16": True}, FSDP | {"activation_checkpointing": "selective"}, 1e-3),
-        ({}, FSDP | {"activation_checkpointing": "full", "offload_activations": True, "sync_each_batch": True}, 0),
-        ({"fp8": True} | EMULATED, FSDP, 0),
+        pytest.param({"bf16": True}, FSDP | {"activation_checkpointing": "selective"}, 1e-3, marks=pytest.mark.slow),
+        pytest.param(
+            {},
+            FSDP | {"activation_checkpointing": "full", "offload_activations": True, "sync_each_batch": True},
+            0,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"fp8": True} | EMULATED, FSDP, 0, marks=pytest.mark.slow),
         ({"fp8": True, "fp8_recipe": "mxfp8", "fp8_layers": "1", "fp4": True, "bf16": True} | EMULATED, {}, 1e-3),
     ],
     ids=["bf16", "bf16, recomputed", "recomputed", "FP8", "MXFP8 and NVFP4"],

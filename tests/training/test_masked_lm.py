@@ -28,7 +28,7 @@ def assert_same_numbers(found: list[dict], expected: list[dict]) -> None:
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
     [
-        ("train_ddp_cp.py", 2, {"cp_size": 2}),
+        pytest.param("train_ddp_cp.py", 2, {"cp_size": 2}, marks=pytest.mark.slow),
         ("train_fsdp2.py", 2, {}),
         ("train_ddp.py", 1, {"backend": "hf"}),
     ],

@@ -94,10 +94,23 @@ def assert_same(out, other, scratch, steps: int = STEPS) -> None:
     "flags",
     [
         {},
-        {"activation_checkpointing": "full", "sync_model_each_microbatch": True, "zero_dp_strategy": "optim_grads"},
-        {"cp_size": 2},
-        {"calculate_per_token_loss": True, "init_model_with_meta_device": False, "zero_dp_strategy": "optim"},
-        {"activation_checkpointing": "selective", "async_save": False, "zero_dp_strategy": "no_shard"},
+        pytest.param(
+            {
+                "activation_checkpointing": "full",
+                "sync_model_each_microbatch": True,
+                "zero_dp_strategy": "optim_grads",
+            },
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"cp_size": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"calculate_per_token_loss": True, "init_model_with_meta_device": False, "zero_dp_strategy": "optim"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"activation_checkpointing": "selective", "async_save": False, "zero_dp_strategy": "no_shard"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["optim_grads_params", "optim_grads", "cp", "optim", "no_shard"],
 )
@@ -109,6 +122,7 @@ def test_mfsdp_every_strategy_equals_one_process_and_fsdp2(request, dataset, tmp
     assert_same(out, sharded, tmp_path)
 
 
+@pytest.mark.slow
 def test_mfsdp_checkpoint_of_any_strategy_resumes_on_any_other(dataset, tmp_path):
     """One run that changes both seven times, and one process that does not: weights, moments and steps."""
     hybrid = {"script": MFSDP, "hsdp_shard_size": 2}
@@ -170,12 +184,33 @@ def in_bf16(dataset, tmp_path_factory):
         # The same arithmetic: gradients of a pack in bf16, summed in fp32, weights rounded from fp32 masters. Losses
         # are equal until a master at the edge of a rounding tips it over, 4e-3 of that weight.
         (2, (2, "fp32"), {}, 2e-5, 3e-4),
-        (3, (3, "fp32"), {"zero_dp_strategy": "optim", "init_model_with_meta_device": False}, 2e-5, 3e-4),
+        pytest.param(
+            3,
+            (3, "fp32"),
+            {"zero_dp_strategy": "optim", "init_model_with_meta_device": False},
+            2e-5,
+            3e-4,
+            marks=pytest.mark.slow,
+        ),
         (1, (2, "fp32"), {"grad_reduce_in_fp32": False}, 2e-5, 3e-4),  # nothing travels
         # Sums rounded to bf16, 4e-3, each as it travels: of norms less remains.
-        (2, (2, "fp32"), {"zero_dp_strategy": "optim_grads", "grad_reduce_in_fp32": False}, 2e-4, 2e-3),
+        pytest.param(
+            2,
+            (2, "fp32"),
+            {"zero_dp_strategy": "optim_grads", "grad_reduce_in_fp32": False},
+            2e-4,
+            2e-3,
+            marks=pytest.mark.slow,
+        ),
         # Weights, gradients and moments rounded at every step; FSDP2's norm is rounded, too.
-        (2, (2, "bf16"), {"preserve_fp32_weights": False, "zero_dp_strategy": "no_shard"}, 1e-3, 1e-2),
+        pytest.param(
+            2,
+            (2, "bf16"),
+            {"preserve_fp32_weights": False, "zero_dp_strategy": "no_shard"},
+            1e-3,
+            1e-2,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["masters", "three", "one", "reduce", "small"],
 )
@@ -187,6 +222,7 @@ def test_mfsdp_bf16_equals_fsdp2(dataset, tmp_path, in_bf16, nproc, like, flags,
     assert torch.equal(weights, weights.bfloat16().float()) == (like[1] == "bf16")
 
 
+@pytest.mark.slow
 def test_mfsdp_emulated_formats_equal_fsdp2(dataset, tmp_path):
     formats = {"fp8": True, "fp8_recipe": "delayed", "fp8_layers": 1, "fp4": True, "fp4_layers": 2}
     flags = BF16 | formats | {"emulate_precision": True, "max_steps": 3}

@@ -42,16 +42,16 @@ HYBRID = {"hsdp_shard_size": 2}
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
-        (2, {"gradient_checkpointing": True}),
+        pytest.param(2, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         (3, {}),
-        (2, {"script": CP}),
-        (2, {"script": FSDP2, "cpu_offload": True}),
-        (3, {"script": FSDP2, "sharding_strategy": "grad_op"}),
+        pytest.param(2, {"script": CP}, marks=pytest.mark.slow),
+        pytest.param(2, {"script": FSDP2, "cpu_offload": True}, marks=pytest.mark.slow),
+        pytest.param(3, {"script": FSDP2, "sharding_strategy": "grad_op"}, marks=pytest.mark.slow),
         (4, {"script": FSDP2, "sharding_strategy": "hybrid"} | HYBRID),
-        (3, {"script": MFSDP}),
-        (2, {"script": MFSDP, "zero_dp_strategy": "optim_grads"}),
-        (4, {"script": MFSDP, "zero_dp_strategy": "optim"} | HYBRID),
-        (2, {"script": MFSDP, "zero_dp_strategy": "no_shard"}),
+        pytest.param(3, {"script": MFSDP}, marks=pytest.mark.slow),
+        pytest.param(2, {"script": MFSDP, "zero_dp_strategy": "optim_grads"}, marks=pytest.mark.slow),
+        pytest.param(4, {"script": MFSDP, "zero_dp_strategy": "optim"} | HYBRID, marks=pytest.mark.slow),
+        pytest.param(2, {"script": MFSDP, "zero_dp_strategy": "no_shard"}, marks=pytest.mark.slow),
     ],
 )
 def test_muon_every_strategy_equals_one_process(dataset, tmp_path, alone, nproc, flags):
@@ -60,6 +60,7 @@ def test_muon_every_strategy_equals_one_process(dataset, tmp_path, alone, nproc,
     assert_same(tmp_path, alone(packs))
 
 
+@pytest.mark.slow
 def test_muon_more_ranks_than_matrices_and_rows(dataset, tmp_path):
     """Replicas without a matrix of their own, and shards without a row: six ranks, matrices of two rows."""
     sizes = "num_hidden_layers=1,hidden_size=2,num_attention_heads=1,intermediate_size=2"
@@ -71,6 +72,7 @@ def test_muon_more_ranks_than_matrices_and_rows(dataset, tmp_path):
         assert_same(tmp_path / f"{shards}", tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_muon_checkpoint_of_any_strategy_resumes_on_any_other(dataset, tmp_path):
     """One run that changes strategy and ranks seven times, and one process that does not: weights and all state."""
     run = RUN | {"save_steps": STEPS}
@@ -97,7 +99,10 @@ def test_muon_checkpoint_of_any_strategy_resumes_on_any_other(dataset, tmp_path)
         assert relative_difference(*some) < 1e-5, kind
 
 
-@pytest.mark.parametrize(("nproc", "script"), [(2, DDP), (3, FSDP2), (2, MFSDP)])
+@pytest.mark.parametrize(
+    ("nproc", "script"),
+    [(2, DDP), pytest.param(3, FSDP2, marks=pytest.mark.slow), pytest.param(2, MFSDP, marks=pytest.mark.slow)],
+)
 def test_muon_resume_after_kill_is_same_run(dataset, tmp_path, nproc, script):
     steps = 12  # enough that it is under way when it is killed
     flags = RUN | {"script": script, "bf16": script == DDP, "packs_per_step": nproc, "max_steps": steps}
@@ -111,6 +116,7 @@ def test_muon_resume_after_kill_is_same_run(dataset, tmp_path, nproc, script):
     assert_same_run(out, whole, steps, tmp_path)
 
 
+@pytest.mark.slow
 def test_muon_layers_in_other_formats_take_the_same_steps(dataset, tmp_path, alone):
     """Compiled, recomputed, with an unpadded batch of transformers' layers: the optimiser sees the same gradients."""
     compiled = {"torch_compile": True, "compiler": "aot_eager", "gradient_checkpointing": True}

@@ -81,7 +81,12 @@ def _main_with_a_flipped_bit(argv: list[str], script: str, step: int, rank: int)
 
 @pytest.mark.parametrize(
     ("nproc", "rank", "named", "flags"),
-    [(2, 1, [0, 1], {}), (3, 2, [2], {}), (4, 2, [0, 2], HYBRID), (2, 1, [0, 1], REPLICATED)],
+    [
+        (2, 1, [0, 1], {}),
+        (3, 2, [2], {}),
+        pytest.param(4, 2, [0, 2], HYBRID, marks=pytest.mark.slow),
+        pytest.param(2, 1, [0, 1], REPLICATED, marks=pytest.mark.slow),
+    ],
     ids=["ddp", "ddp-3", "hsdp", "mfsdp"],
 )
 def test_replicas_check_names_ranks_that_diverge(dataset, tmp_path, nproc, rank, named, flags):

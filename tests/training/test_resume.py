@@ -67,6 +67,7 @@ def test_resume_after_kill_9_is_bit_identical(dataset, tmp_path):
     assert not list(killed.glob("tmp-*"))
 
 
+@pytest.mark.slow
 def test_resume_of_two_ranks_after_kill_9_is_bit_identical(dataset, tmp_path):
     flags = {"max_steps": 400, "save_steps": 1, "per_device_train_batch_size": 2, "save_final_model": False}
     flags |= {"warmup_steps": 10}
@@ -78,6 +79,7 @@ def test_resume_of_two_ranks_after_kill_9_is_bit_identical(dataset, tmp_path):
     assert_same_run(killed, tmp_path / "whole", end, tmp_path)
 
 
+@pytest.mark.slow
 def test_resume_when_torchrun_restarts_lost_ranks(dataset, tmp_path):
     """With --overwrite_output_dir on the command line, as in the guides: a restart must not wipe out the run."""
     flags = {

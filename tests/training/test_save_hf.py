@@ -48,8 +48,8 @@ def assert_models(out: Path, scratch: Path, model_class: type) -> None:
         ("train_ddp.py", 1, {"async_save": False}),
         ("train_ddp.py", 2, {"bf16": True}),
         ("train_fsdp2.py", 2, SHARDED_BF16),
-        ("train_mfsdp.py", 2, {}),
-        ("train_ddp_cp.py", 2, {"cp_size": 2, "packs_per_step": 1}),
+        pytest.param("train_mfsdp.py", 2, {}, marks=pytest.mark.slow),
+        pytest.param("train_ddp_cp.py", 2, {"cp_size": 2, "packs_per_step": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_save_hf_checkpoint_is_the_model_of_its_step(dataset, tmp_path, script, ranks, flags):

@@ -17,9 +17,6 @@ FLAGS = {"max_steps": 6, "save_steps": 1, "save_final_model": False, "warmup_ste
 
 FSDP2 = {"script": "train_fsdp2.py"}
 HSDP = FSDP2 | {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}
-LAYOUTS = pytest.mark.parametrize(
-    ("nproc", "flags"), [(1, {}), (2, {}), (2, FSDP2), (4, HSDP)], ids=["one", "ddp", "fsdp2", "hsdp"]
-)
 
 
 def poison_steps(steps: dict[int, str], rank: int, first: int) -> None:
@@ -57,7 +54,12 @@ def poisoned(
 
 @pytest.mark.parametrize(
     ("nproc", "rank", "script"),
-    [(1, 0, "train_ddp.py"), (2, 1, "train_ddp.py"), (2, 1, "train_fsdp2.py"), (2, 1, "train_mfsdp.py")],
+    [
+        (1, 0, "train_ddp.py"),
+        (2, 1, "train_ddp.py"),
+        pytest.param(2, 1, "train_fsdp2.py", marks=pytest.mark.slow),
+        pytest.param(2, 1, "train_mfsdp.py", marks=pytest.mark.slow),
+    ],
 )
 def test_nan_step_is_skipped_and_counted(dataset, tmp_path, nproc, rank, script):
     """Of step 3 the loss, of step 5 the gradient."""
@@ -98,7 +100,7 @@ def _main_with_a_rank_gone_wrong(argv: list[str], script: str, step: int, rank: 
     _main(argv, script)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_nan_of_one_rank_is_skipped_by_all(dataset, tmp_path, rank):
     out = tmp_path / "out"
     argv = flags_of(dataset, out, **FLAGS | {"save_steps": 10})
@@ -111,7 +113,9 @@ def test_nan_of_one_rank_is_skipped_by_all(dataset, tmp_path, rank):
     assert [row.get("loss") for row in rows(out)] == [row.get("loss") for row in rows(tmp_path / "both")]
 
 
-@pytest.mark.parametrize(("nproc", "flags"), [(1, {}), (2, FSDP2)], ids=["one", "fsdp2"])
+@pytest.mark.parametrize(
+    ("nproc", "flags"), [pytest.param(1, {}, marks=pytest.mark.slow), (2, FSDP2)], ids=["one", "fsdp2"]
+)
 def test_resume_after_a_skipped_step_is_bit_identical(dataset, tmp_path, nproc, flags):
     """Stopped after the first of two that are skipped in a row: what it saves then is checkpoint 3 in everything."""
     steps = {4: "loss", 5: "loss"}
@@ -129,7 +133,16 @@ def test_resume_after_a_skipped_step_is_bit_identical(dataset, tmp_path, nproc, 
     assert rows(tmp_path / "out")[-1]["skipped_steps"] == 2
 
 
-@LAYOUTS
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [
+        (1, {}),
+        (2, {}),
+        pytest.param(2, FSDP2, marks=pytest.mark.slow),
+        pytest.param(4, HSDP, marks=pytest.mark.slow),
+    ],
+    ids=["one", "ddp", "fsdp2", "hsdp"],
+)
 def test_too_many_skipped_steps_end_the_run_and_keep_checkpoints(dataset, tmp_path, nproc, flags):
     """Steps 2 and 4-6; three in a row are too many, of which the first two come with nothing saved either."""
     out = tmp_path / "out"

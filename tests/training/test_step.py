@@ -30,7 +30,11 @@ FLAGS = {"train_ddp.py": "DdpFlags", "train_fsdp2.py": "FsdpFlags"}
 
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [("train_ddp.py", {}), ("train_fsdp2.py", {}), ("train_fsdp2.py", {"activation_checkpointing": "full"})],
+    [
+        ("train_ddp.py", {}),
+        ("train_fsdp2.py", {}),
+        pytest.param("train_fsdp2.py", {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+    ],
 )
 def test_stepper_passes_never_synchronize_with_gpu(tmp_path, script, flags):
     module = load_script(script)

@@ -79,7 +79,12 @@ def test_checkpoint_seconds_are_in_the_next_row(dataset, tmp_path):
 
 @pytest.mark.parametrize(
     ("nproc", "rank", "accumulation", "flags"),
-    [(2, 1, 2, {}), (2, 0, 1, FSDP2), (4, 1, 2, HYBRID), (2, 0, 2, {"script": "train_mfsdp.py"})],
+    [
+        (2, 1, 2, {}),
+        (2, 0, 1, FSDP2),
+        pytest.param(4, 1, 2, HYBRID, marks=pytest.mark.slow),
+        pytest.param(2, 0, 2, {"script": "train_mfsdp.py"}, marks=pytest.mark.slow),
+    ],
     ids=["ddp", "fsdp2", "hsdp", "mfsdp"],
 )
 def test_stragglers_name_the_slow_rank(dataset, tmp_path, nproc, rank, accumulation, flags):
@@ -106,7 +111,11 @@ def test_stragglers_off_changes_no_bit(dataset, tmp_path):
     assert trajectory(tmp_path / "0") == trajectory(tmp_path / "1")
 
 
-@pytest.mark.parametrize(("flags", "collective"), [({}, "all_reduce"), (FSDP2, "all_gather")], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("flags", "collective"),
+    [({}, "all_reduce"), pytest.param(FSDP2, "all_gather", marks=pytest.mark.slow)],
+    ids=["ddp", "fsdp2"],
+)
 def test_profiler_traces_the_given_steps_of_every_rank(dataset, tmp_path, flags, collective):
     train(dataset, tmp_path, 2, **FLAGS | flags, profile_steps="4-6")
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())

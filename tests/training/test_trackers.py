@@ -198,6 +198,7 @@ def test_wandb_resume_continues_same_run(dataset, tmp_path, settings):
     assert config["learning_rate"] == 1e-3
 
 
+@pytest.mark.slow
 def test_wandb_start_over_is_new_run(dataset, tmp_path, settings):
     pytest.importorskip("wandb")
     out, flags = tmp_path / "out", {"max_steps": 2}
@@ -211,6 +212,7 @@ def test_wandb_start_over_is_new_run(dataset, tmp_path, settings):
     assert not (out / "wandb_run.json").exists()
 
 
+@pytest.mark.slow
 def test_wandb_restart_before_checkpoint_keeps_run(dataset, tmp_path, settings):
     pytest.importorskip("wandb")
     out, job = tmp_path / "out", settings | {"SLURM_JOB_ID": "7"}

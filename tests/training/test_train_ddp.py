@@ -23,6 +23,7 @@ from common.models.esm2.config import load_config, override
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
+from tests.marks import cases
 from tests.training_fixtures import (
     NUM_TRAIN,
     TINY_MODEL,
@@ -127,7 +128,7 @@ def norm(gradients: dict[str, torch.Tensor]) -> float:
     return torch.cat([g.double().flatten() for g in gradients.values()]).norm().item()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(MODES, slow={"padded to the maximum"}))
 def test_ddp_loss_and_gradients_equal_reference(dataset, tmp_path, mode):
     loss, expected = reference_loss_and_gradients(micro_batches(dataset, **MODES[mode]))
     for nproc, accumulation in LAYOUTS.items():
@@ -143,7 +144,7 @@ def test_ddp_loss_and_gradients_equal_reference(dataset, tmp_path, mode):
         assert cosine(gradients, expected) > 0.999999
 
 
-@pytest.mark.parametrize("mode", ["packed", "padded"])
+@pytest.mark.parametrize("mode", ["packed", pytest.param("padded", marks=pytest.mark.slow)])
 def test_ddp_run_is_independent_of_ranks(dataset, tmp_path, mode):
     for nproc, accumulation in LAYOUTS.items():
         train(
@@ -168,7 +169,7 @@ def test_ddp_run_is_independent_of_ranks(dataset, tmp_path, mode):
             ]
 
 
-@pytest.mark.parametrize("backend", ["torch", "hf"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("hf", marks=pytest.mark.slow)])
 def test_ddp_run_equals_plain_loop_over_transformers(dataset, tmp_path, backend):
     """Six steps of stock model, AdamW, schedule and clipping against the script's on two ranks."""
     steps, peak, clip, decay = 6, 1e-3, 2.0, 0.1
@@ -268,7 +269,7 @@ def test_ddp_bf16_keeps_weights_and_moments_in_fp32(dataset, tmp_path):
     assert rounded == pytest.approx(exact, abs=4e-3)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ddp_resume_after_stop_is_bit_identical(dataset, tmp_path, nproc):
     flags = {"max_steps": 9, "lr_scheduler_type": "cosine", "warmup_steps": 3, "save_steps": 100}
     train(dataset, tmp_path / "whole", nproc, **flags)
@@ -332,6 +333,7 @@ def test_ddp_packed_epoch_reads_every_protein(dataset, tmp_path):
     assert 0.9 * packs * args.data.tokens_per_pack < state["tokens"] <= packs * args.data.tokens_per_pack
 
 
+@pytest.mark.slow
 def test_ddp_guides_command_runs_under_torchrun(dataset, tmp_path):
     """The first guide's flags, as it writes them; the model is the tiny one."""
     flags = {

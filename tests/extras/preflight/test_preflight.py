@@ -47,6 +47,7 @@ def lines_of(said: str, word: str = "error") -> list[str]:
 # ---- a healthy run ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_preflight_of_two_nodes_under_torchrun(dataset, tmp_path):
     """The table and the JSON tell the same; everything is checked within seconds; nothing is left behind."""
     output = tmp_path / "out"
@@ -325,6 +326,7 @@ def _freeze_after(function: str) -> None:
     subprocess.Popen(["sh", "-c", f"sleep 15; kill -9 {os.getpid()}"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
 def test_preflight_reports_clock_skew(tmp_path):
     """One node's clock is really 40 s ahead, another's 20 minutes behind, for all that they can tell."""

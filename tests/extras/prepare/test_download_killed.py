@@ -28,8 +28,8 @@ IN_FILES = {
     ("flags", "settings"),
     [
         (("--save_arrow", "--save_fasta", "--save_parquet"), {}),
-        (("--save_arrow", "--save_fasta", "--save_parquet"), IN_FILES),
-        (("--shuffle", "False"), {}),
+        pytest.param(("--save_arrow", "--save_fasta", "--save_parquet"), IN_FILES, marks=pytest.mark.slow),
+        pytest.param(("--shuffle", "False"), {}, marks=pytest.mark.slow),
     ],
     ids=["in memory", "through files", "in the order of the input"],
 )

@@ -42,6 +42,7 @@ def write(directory, rows) -> None:
         (directory / f"x{part:03d}.csv").write_text("id,text\n" + "".join(lines))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
 def test_mmseqs_holds_out_whole_families(tmp_path):
     rows = related()

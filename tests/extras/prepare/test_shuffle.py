@@ -39,7 +39,8 @@ def test_shuffle_is_uniform_over_permutations(tmp_path):
 
 # Files of 1 kB: with 400 bytes each is read several times.
 @pytest.mark.parametrize(
-    ("memory_bytes", "batch_bytes"), [(100_000, 500), (5_000, partitions.BATCH_BYTES), (5_000, 500), (400, 500)]
+    ("memory_bytes", "batch_bytes"),
+    [(100_000, 500), (5_000, partitions.BATCH_BYTES), (5_000, 500), pytest.param(400, 500, marks=pytest.mark.slow)],
 )
 def test_shuffle_order_is_independent_of_memory(tmp_path, monkeypatch, memory_bytes, batch_bytes):
     in_memory = shuffled(build_in(tmp_path / "a"))

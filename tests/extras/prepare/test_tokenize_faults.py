@@ -104,7 +104,10 @@ def test_tokenize_identifies_input_by_content(tmp_path, tokenize, caplog):
 CHUNKS = ("--line_by_line", "False", "--max_seq_length", "50")
 
 
-@pytest.mark.parametrize(("moments", "flags"), [(20, ()), (6, CHUNKS), (10, ("--cluster_table", "table.tsv"))])
+@pytest.mark.parametrize(
+    ("moments", "flags"),
+    [(20, ()), (6, CHUNKS), pytest.param(10, ("--cluster_table", "table.tsv"), marks=pytest.mark.slow)],
+)
 def test_tokenize_resumes_after_a_kill_anywhere(tmp_path, monkeypatch, moments, flags):
     """Counting, encoding, leaving out copies, renaming, copying pieces together: always the same bytes, and no whole
     file read again."""

@@ -86,6 +86,7 @@ def test_fine_tuning_holds_out_the_clusters_of_a_table(tmp_path):
         read_examples(str(without), cluster_table=str(table))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="no mmseqs")
 def test_fine_tuning_holds_out_clusters_by_mmseqs(tmp_path):
     members = list(families())

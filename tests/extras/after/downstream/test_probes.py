@@ -187,6 +187,7 @@ def test_probe_holds_out_whole_clusters(embedded, fasta, proteins, stock, tmp_pa
     assert not (tmp_path / "mixed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="no mmseqs")
 def test_probe_clusters_by_mmseqs_and_counts_relatives(model, tmp_path, caplog):
     caplog.set_level("INFO")

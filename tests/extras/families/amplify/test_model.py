@@ -23,6 +23,7 @@ from extras.families.amplify.config import AMPLIFY_SIZES, AmplifyConfig, amplify
 from extras.families.amplify.convert import ADAPTER
 from extras.families.amplify.family import FAMILY
 from extras.families.amplify.model import AmplifyForMaskedLM
+from tests.marks import cases
 from tests.models.reference import adapted, relative
 
 LENGTHS = [1, 2, 3, 40, 129, 17]
@@ -146,7 +147,7 @@ def check_against_reference(config: AmplifyConfig, lengths: list[int]) -> None:
         assert relative(grads[name], gradient) < 1e-5, name
 
 
-@pytest.mark.parametrize("name", AMPLIFY_SIZES)
+@pytest.mark.parametrize("name", cases(AMPLIFY_SIZES, slow={"chandar-lab/AMPLIFY_350M"}))
 def test_amplify_every_size_equals_reference(name):
     check_against_reference(replace(load_config(name), num_hidden_layers=1), [1, 2, 30])
 
@@ -190,6 +191,7 @@ def test_amplify_initial_weights_are_uniform():
             assert rows.std().item() == pytest.approx(0.02 / 3**0.5, rel=0.03), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_amplify_layer_compiles_to_one_graph(bf16):
     torch._dynamo.reset()

@@ -115,7 +115,7 @@ def test_amplify_positions_of_masks_are_those_of_esm2(prepared):
 # Runs
 
 
-@encoder_runs.every_strategy
+@encoder_runs.every_strategy(slow={"train_ddp.py", "train_mfsdp.py", "train_ddp_cp.py"})
 def test_amplify_run_of_every_strategy_equals_one_process(dataset, alone, tmp_path, script, flags):
     encoder_runs.assert_two_ranks_equal_one(dataset, alone, tmp_path, script, RUN | flags)
 
@@ -143,6 +143,7 @@ def test_amplify_streams_what_it_would_read_prepared(fasta, tmp_path):
     assert results(tmp_path / "out")["eval_unigram_loss_masked"] == pytest.approx(entropy, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{"fp8": True}, {"fp4": True}], ids=["fp8", "nvfp4"])
 def test_amplify_layers_compute_in_emulated_formats(dataset, alone, tmp_path, flags):
     sizes = SIZES.replace("intermediate_size=72", "intermediate_size=96")  # SwiGLU of 64
@@ -152,6 +153,7 @@ def test_amplify_layers_compute_in_emulated_formats(dataset, alone, tmp_path, fl
     assert losses(tmp_path) == pytest.approx(losses(alone)[:2], rel=0.03)
 
 
+@pytest.mark.slow
 def test_amplify_with_muon_equals_one_process(dataset, tmp_path):
     encoder_runs.assert_muon_on_two_ranks_equals_one(dataset, tmp_path, RUN)
 

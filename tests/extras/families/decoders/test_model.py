@@ -203,7 +203,7 @@ def test_decoder_bf16_is_near_fp32():
     assert 0 < (of_rounded - gradient).norm() < 0.05 * gradient.norm()
 
 
-@pytest.mark.parametrize("name", ["llama3_1_8b", "mistral_8x7b"])
+@pytest.mark.parametrize("name", ["llama3_1_8b", pytest.param("mistral_8x7b", marks=pytest.mark.slow)])
 def test_decoder_compiled_layers_agree(name):
     """As traced by torch.compile, forward and backward, without a compiler: packs of two lengths, and in Mixtral other
     numbers of tokens for each expert, down to none, are one graph."""

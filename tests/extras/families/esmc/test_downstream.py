@@ -72,7 +72,7 @@ def write_table(path, kind):
     return path
 
 
-@pytest.mark.parametrize("kind", ["protein", "residue"])
+@pytest.mark.parametrize("kind", [pytest.param("protein", marks=pytest.mark.slow), "residue"])
 def test_esmc_is_fine_tuned_to_a_stock_model(model, tmp_path, kind):
     table, out = write_table(tmp_path / "labels.csv", kind), tmp_path / "tuned"
     words = ("--model_name_or_path", model, "--dataset", table, "--output_dir", out, "--use_cpu")

@@ -22,6 +22,7 @@ from extras.families.esmc.config import ESMC_SIZES, TOKENS, EsmcConfig, check_su
 from extras.families.esmc.convert import ADAPTER
 from extras.families.esmc.family import FAMILY
 from extras.families.esmc.model import EsmcForMaskedLM
+from tests.marks import cases
 from tests.models.reference import adapted, packed, random_batch, relative
 
 LENGTHS = [1, 2, 3, 40, 129, 17, 64]
@@ -72,7 +73,7 @@ def check_against_reference(config: EsmcConfig, batch: dict[str, torch.Tensor]) 
         assert relative(grads[name], expected) < 1e-5, name
 
 
-@pytest.mark.parametrize("name", ESMC_SIZES)
+@pytest.mark.parametrize("name", cases(ESMC_SIZES, slow={"biohub/ESMC-600M-hf", "biohub/ESMC-6B-hf"}))
 def test_esmc_every_size_equals_reference(name):
     check_against_reference(replace(load_config(name), num_hidden_layers=1), random_batch([1, 2, 30]))
 
@@ -148,6 +149,7 @@ def test_esmc_bf16_gradients_differ_by_rounding_only(residual):
         assert 0 < relative(found[1][name], expected) < 0.05, name  # 2^-8 a rounding, and a few of them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "bf16"), [("none", True), ("selective", False)])
 def test_esmc_layer_compiles_to_one_graph(mode, bf16):
     """Of packs of any length: compiled once, without a break, and the gradients are those of the plain layers."""

@@ -41,7 +41,7 @@ def share_of(text: str, letters: str) -> float:
     return sum(text.count(letter) for letter in letters) / len(text)
 
 
-@encoder_runs.every_strategy
+@encoder_runs.every_strategy(slow={"train_ddp.py"})
 def test_esmc_run_of_every_strategy_equals_one_process(dataset, alone, tmp_path, script, flags):
     encoder_runs.assert_two_ranks_equal_one(dataset, alone, tmp_path, script, RUN | flags)
 
@@ -84,6 +84,7 @@ def test_esmc_probe_of_run_and_export_is_the_loops(alone, tmp_path):
                 assert found[key + metric] == pytest.approx(value, abs=1e-5), metric
 
 
+@pytest.mark.slow
 def test_esmc_resume_after_kill_is_bit_identical(dataset, tmp_path):
     killed, whole, flags = tmp_path / "killed", tmp_path / "whole", RUN | {"max_steps": 200, "save_steps": 1}
     with LiveRun(dataset, killed, tmp_path / "logs", **flags) as run:
@@ -105,7 +106,9 @@ def test_esmc_reads_files_as_they_are(tmp_path):
     assert len(losses(tmp_path / "out")) == 2
 
 
-@pytest.mark.parametrize("flags", [{"fp8": True}, {"fp4": True}], ids=["fp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param({"fp8": True}, marks=pytest.mark.slow), {"fp4": True}], ids=["fp8", "nvfp4"]
+)
 def test_esmc_layers_compute_in_emulated_formats(dataset, alone, tmp_path, flags):
     train(dataset, tmp_path, **RUN | EMULATED | flags)
     exact = losses(alone)[:2]
@@ -113,6 +116,7 @@ def test_esmc_layers_compute_in_emulated_formats(dataset, alone, tmp_path, flags
     assert losses(tmp_path) == pytest.approx(exact, rel=0.03)
 
 
+@pytest.mark.slow
 def test_esmc_with_muon_equals_one_process(dataset, tmp_path):
     encoder_runs.assert_muon_on_two_ranks_equals_one(dataset, tmp_path, RUN)
 

@@ -47,12 +47,20 @@ LLAMA |= {"intermediate_size": 352, "max_context_width": 128, "train_batch_size"
     ("script", "nproc", "model", "flags"),
     [
         ("train_ddp.py", 1, DEEPER, {"bf16": True}),
-        ("train_ddp.py", 2, WIDER, {"gradient_checkpointing": True}),
+        pytest.param("train_ddp.py", 2, WIDER, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         (FSDP, 2, WIDER, {"gradient_accumulation_steps": 2, "activation_checkpointing": "selective"}),
-        (FSDP, 4, WIDER, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "optim": "muon"}),
-        ("train_ddp.py", 1, WIDER, {"optim": "muon", "tokens_per_pack": 128}),  # its step holds the most
-        (FSDP, 1, None, {"activation_checkpointing": "none"}),
-        (FSDP, 2, None, {"activation_checkpointing": "full"}),
+        pytest.param(
+            FSDP,
+            4,
+            WIDER,
+            {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "optim": "muon"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "train_ddp.py", 1, WIDER, {"optim": "muon", "tokens_per_pack": 128}, marks=pytest.mark.slow
+        ),  # its step holds the most
+        pytest.param(FSDP, 1, None, {"activation_checkpointing": "none"}, marks=pytest.mark.slow),
+        pytest.param(FSDP, 2, None, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
     ],
 )
 def test_dry_run_peak_is_that_of_a_real_run(dataset, tmp_path, script, nproc, model, flags):
@@ -100,6 +108,7 @@ def test_largest_pack_fits_and_next_does_not():
         assert largest_pack(run.step, known, 1000, 256) is None
 
 
+@pytest.mark.slow
 def test_auto_pack_is_the_largest_that_divides_the_batch(tmp_path, monkeypatch):
     """A rank's 8,192 tokens a step in as few packs as fit: one fewer does not."""
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--bf16"]
@@ -157,6 +166,7 @@ def test_dry_run_of_a_batch_ramp_counts_its_largest_step():
     assert ramp.peak > first.peak
 
 
+@pytest.mark.slow
 def test_dry_run_subtracts_recomputed_and_offloaded_activations():
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=4"]
     argv += ["--bf16", "--bf16_residual=False", "--tokens_per_pack=4096"]
@@ -195,6 +205,7 @@ def test_dry_run_takes_hybrid_sharding_where_a_node_holds_the_state(memory, chos
         assert (run.strategy.replica_group is not None) == chosen
 
 
+@pytest.mark.slow
 def test_dry_run_fits_the_guides_layout_of_llama_8b():
     """Guide 003: Llama 3.1 8B on four nodes of eight H100 of 80 GB, batch 1, full sharding, activations offloaded."""
     guide = ["--model=llama3_1_8b", "--max_context_width=8192", "--train_batch_size=1", "--offload_activations=1"]

@@ -30,12 +30,19 @@ PACKS = {"gradient_accumulation_steps": 2}
 @pytest.mark.parametrize(
     ("nproc", "model", "flags"),
     [
-        (1, DEEPER, {}),
-        (2, DEEPER, PACKS | {"activation_checkpointing": "full"}),
-        (2, DEEPER, PACKS | {"zero_dp_strategy": "optim", "activation_checkpointing": "selective"}),
+        pytest.param(1, DEEPER, {}, marks=pytest.mark.slow),
+        pytest.param(2, DEEPER, PACKS | {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            DEEPER,
+            PACKS | {"zero_dp_strategy": "optim", "activation_checkpointing": "selective"},
+            marks=pytest.mark.slow,
+        ),
         (4, DEEPER, HYBRID | {"zero_dp_strategy": "optim_grads"}),
-        (2, None, {"zero_dp_strategy": "no_shard", "activation_checkpointing": "none"}),
-        (4, None, {"activation_checkpointing": "full"}),
+        pytest.param(
+            2, None, {"zero_dp_strategy": "no_shard", "activation_checkpointing": "none"}, marks=pytest.mark.slow
+        ),
+        pytest.param(4, None, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
     ],
     ids=["one", "optim_grads_params", "optim", "hybrid", "no_shard", "llama"],
 )
@@ -59,9 +66,9 @@ def on_one_rank() -> MemoryEstimate:
 @pytest.mark.parametrize(
     ("strategy", "weights", "moments", "gradients"),
     [
-        ("no_shard", 4, 8, 4),
-        ("optim", 4 / 16, 8 / 16, 4),
-        ("optim_grads", 4 / 16, 8 / 16, 4 / 16),
+        pytest.param("no_shard", 4, 8, 4, marks=pytest.mark.slow),
+        pytest.param("optim", 4 / 16, 8 / 16, 4, marks=pytest.mark.slow),
+        pytest.param("optim_grads", 4 / 16, 8 / 16, 4 / 16, marks=pytest.mark.slow),
         ("optim_grads_params", 4 / 16, 8 / 16, 4 / 16),
     ],
 )
@@ -101,6 +108,7 @@ def test_dry_run_restores_patched_functions_after_an_error():
         assert not {id(call) for call in calls()} & {id(call) for call in before}
 
 
+@pytest.mark.slow
 def test_dry_run_prints_modes_and_largest_pack(tmp_path):
     flags = [*TINY, "--dry_run", "--world_size=4", "--activation_checkpointing=full", "--device_memory=5.5"]
     done = run_script(MFSDP, *flags, f"--output_dir={tmp_path / 'out'}")

@@ -240,9 +240,9 @@ def search_on_two_ranks(output_dir: Path, argv: list[str], script: str) -> list[
     ("script", "more"),
     [
         ("train_ddp.py", {}),
-        ("train_fsdp2.py", {"optim": "muon"}),
-        ("train_mfsdp.py", {}),
-        ("train_ddp_cp.py", {}),
+        pytest.param("train_fsdp2.py", {"optim": "muon"}, marks=pytest.mark.slow),
+        pytest.param("train_mfsdp.py", {}, marks=pytest.mark.slow),
+        pytest.param("train_ddp_cp.py", {}, marks=pytest.mark.slow),
     ],
 )
 def test_search_on_two_ranks_is_that_of_one(dataset, tmp_path, script, more):
@@ -258,6 +258,7 @@ def test_search_on_two_ranks_is_that_of_one(dataset, tmp_path, script, more):
         assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_search_of_a_decoder(tmp_path):
     argv = decoder_flags(write_text(tmp_path / "text"), tmp_path / "out", find_learning_rate=1, find_steps=3)
     trials = search_on_two_ranks(tmp_path / "out", argv, "train_fsdp2.py")
