@@ -44,12 +44,14 @@ def measure(args: Arguments) -> dict | None:
     import torch
     import torch.distributed as dist
 
-    from common.data.collators import MaskingCollator, SlicingCollator, to_device
+    from common.data.collators import MaskingCollator, to_device
     from common.data.crops import Pack
     from common.distributed.run import keep_freed_memory
     from common.distributed.world import World
-    from common.models.layers.context_attention import enable_context_parallel
     from extras.families.text.causal import CausalCollator
+    from extras.speed.context_parallel import create_cp_groups
+    from extras.speed.cp_batches import SlicingCollator
+    from extras.speed.cp_model import enable_context_parallel
 
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -61,7 +63,7 @@ def measure(args: Arguments) -> dict | None:
     collator = MaskingCollator(ESM2_TOKENS, seed=0) if args.model == "esm2" else CausalCollator(length)
     model = model_of(args)
     if world.size > 1:
-        world.create_cp_groups(world.size)
+        create_cp_groups(world, world.size)
         layout = WAYS[args.worker]
         multiple = 1 if layout == "contiguous" else 2 * world.size
         tokens = ESM2_TOKENS.pad, ESM2_TOKENS.mask
@@ -117,7 +119,7 @@ def _count_bytes(size: int) -> list[int]:
     """Of what this rank sends from now on, appended with every call."""
     import torch.distributed as dist
 
-    from common.models.layers import context_attention
+    from extras.speed import context_attention
 
     sent: list[int] = []
     send_recv, gather, scatter = dist.batch_isend_irecv, context_attention.all_gather, context_attention.reduce_scatter

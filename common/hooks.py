@@ -72,6 +72,26 @@ class Catalogue(Protocol):
     def attention_kernels(self, asked: str, heads: Any, device: Any, shared: bool) -> tuple[str, str]:
         """--flash_attention on a GPU."""
 
+    def create_cp_groups(self, world: Any, cp_size: int) -> None:
+        """--cp_size: the ranks of a group share each pack."""
+
+    def check_context(self, comm_type: str, layout: str, cp_size: int, backend: str, config: Any) -> None:
+        """--cp_size of an encoder."""
+
+    def context_parallel(self, model: Any, group: Any, comm_type: str) -> None:
+        """--cp_size: the model takes this rank's share of packs."""
+
+    def cp_batches(
+        self, collator: Any, flags: Any, mesh: Any, pad: int, mask: int, filled_to: int, predicted: float
+    ) -> Any:
+        """--cp_size: the collator of this rank's share of packs."""
+
+    def cp_pack(self, batch: Any, device: Any) -> Any:
+        """--cp_size: how ranks share a batch, for the model."""
+
+    def offload_activations(self, layers: Any) -> None:
+        """--offload_activations."""
+
     def optimizer(self, name: str) -> Any:
         """The class of --optim, or of a flag that has AdamW made otherwise."""
 

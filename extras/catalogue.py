@@ -128,6 +128,42 @@ def attention_kernels(asked: str, heads: Any, device: Any, shared: bool) -> tupl
     return choose_kernels(asked, heads, device, shared)
 
 
+def create_cp_groups(world: Any, cp_size: int) -> None:
+    from extras.speed import context_parallel
+
+    context_parallel.create_cp_groups(world, cp_size)
+
+
+def check_context(comm_type: str, layout: str, cp_size: int, backend: str, config: Any) -> None:
+    from extras.speed import cp_model
+
+    cp_model.check_context(comm_type, layout, cp_size, backend, config)
+
+
+def context_parallel(model: Any, group: Any, comm_type: str) -> None:
+    from extras.speed.cp_model import enable_context_parallel
+
+    enable_context_parallel(model, group, comm_type)
+
+
+def cp_batches(collator: Any, flags: Any, mesh: Any, pad: int, mask: int, filled_to: int, predicted: float) -> Any:
+    from extras.speed import cp_batches
+
+    return cp_batches.cp_batches(collator, flags, mesh, pad, mask, filled_to, predicted)
+
+
+def cp_pack(batch: Any, device: Any) -> Any:
+    from extras.speed import cp_batches
+
+    return cp_batches.cp_pack(batch, device)
+
+
+def offload_activations(layers: Any) -> None:
+    from extras.speed import offload
+
+    offload.offload_activations(layers)
+
+
 def optimizer(name: str) -> Any:
     if name == "muon":
         from extras.speed.muon import Muon

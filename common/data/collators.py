@@ -1,8 +1,7 @@
-"""Collate a pack to a batch of tensors for masked language modelling, or to a rank's slices of one.
+"""Collate a pack to a batch of tensors for masked language modelling.
 
 A batch has the sequences of its pack end to end without padding, their boundaries (cu_seqlens), and the counts that
-loss, FLOPs and log need, as Python integers (`Counts`). With context parallelism the ranks of a group build the same
-batch and each keeps its slices of the sequences: no communication.
+loss, FLOPs and log need, as Python integers (`Counts`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from common.cli import UserError
 from common.data import TokenSet
 from common.data.counter_rng import GAMMA, MASKING, derive_key, hash_counters, mix
 from common.data.crops import Pack
-from common.distributed.context_parallel import CpPack, CpSplit
-from common.distributed.world import Mesh
+from common.hooks import extra
 from common.shape_buckets import filled_up, predicted_positions
 
 IGNORE = -100  # label of a token without loss: the default ignore_index of torch's cross-entropy
@@ -114,7 +112,6 @@ def mask_tokens(
 
 # Of a model.
 INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "mask_ratio")
-SHARED = "shared_"  # before the fields of a CpPack, with context parallelism
 
 
 class Batch(TypedDict, total=False):
@@ -133,12 +130,7 @@ class Batch(TypedDict, total=False):
     sum_squared_lengths: Required[int]
     num_sequences: Required[int]
     num_unknown: Required[int]
-    # The fields of `CpPack`.
-    shared_positions: Tensor
-    shared_bounds: Tensor
-    shared_real: Tensor
-    shared_lengths: Tensor
-    shared_masks: Tensor
+    # With context parallelism also the fields of a CpPack, cp_positions and so on (extras.speed.cp_batches).
 
 
 class Counts(NamedTuple):
@@ -211,73 +203,13 @@ class MaskingCollator:
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     """The model's inputs of a batch, on the device, without the counts. On the CPU nothing is copied."""
-    inputs: dict[str, Any] = {}
-    shared: dict[str, Any] = {}
-    for name, value in batch.items():
-        field = name.removeprefix(SHARED)
-        if isinstance(value, Tensor) and field not in ("bounds", "real"):  # those two are read by the CPU
-            value = value.to(device, non_blocking=True)
-        if name in INPUTS:
-            inputs[name] = value
-        elif name != field:
-            shared[field] = value
-    return inputs | {"shared": CpPack(**shared)} if shared else inputs
-
-
-class SlicingCollator:
-    """One rank's slices of the batches of `collator` (context parallelism).
-
-    layout, multiple: of `CpSplit`; pad: token id of the filler; mask: of `<mask>`, which is counted by sequence, -1
-    for a model without one. A rank without a token of a pack gets a `<pad>` that belongs to no sequence. Sums of the
-    counts over all ranks count a pack once: a rank counts its own tokens, the first rank of a group the sequences.
-    """
-
-    def __init__(self, collator: Collator, mesh: Mesh, layout: str, multiple: int, pad: int, mask: int = -1):
-        self.collator, self.mesh, self.layout, self.multiple = collator, mesh, layout, multiple
-        self.pad, self.mask = pad, mask
-
-    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
-        batch, rank = self.collator(pack, ids, step), self.mesh.cp_rank
-        starts = batch["cu_seqlens"].numpy().astype(np.int64)
-        lengths = np.diff(starts)
-        slices = CpSplit(lengths, self.mesh.cp_size, self.layout, self.multiple)
-        positions, sequences, bounds = slices.positions(rank), slices.sequences(rank), slices.bounds()
-        real = positions < lengths[sequences]
-        places = (starts[sequences] + positions)[real]
-        tokens = max(1, len(positions))
-
-        def slice_of(values: Tensor, filler: int) -> Tensor:
-            sliced = np.full(tokens, filler, dtype=np.int64)
-            sliced[: len(real)][real] = values.numpy()[places]
-            return torch.from_numpy(sliced)
-
-        labels = slice_of(batch["labels"], IGNORE)
-        of_sequences = np.append(bounds[rank], tokens) if tokens > len(positions) else bounds[rank]
-        masks = np.add.reduceat(batch["input_ids"].numpy() == self.mask, starts[:-1], dtype=np.int64)
-        first = rank == 0
-        sliced: Batch = {
-            "input_ids": slice_of(batch["input_ids"], self.pad),
-            "labels": labels,
-            "cu_seqlens": torch.from_numpy(of_sequences.astype(np.int32)),
-            "max_seqlen": batch["max_seqlen"],
-            "num_targets": int((labels != IGNORE).sum()),
-            "num_tokens": len(places) if batch["num_tokens"] else 0,
-            "sum_squared_lengths": batch["sum_squared_lengths"] * first,
-            "num_sequences": batch["num_sequences"] * first,
-            "num_unknown": batch["num_unknown"] * first,
-            "shared_positions": torch.from_numpy(np.pad(positions, (0, tokens - len(positions)))),
-            "shared_bounds": torch.from_numpy(bounds),
-            "shared_real": torch.from_numpy(slices.real()),
-            "shared_lengths": torch.from_numpy(lengths),
-            "shared_masks": torch.from_numpy(masks),
-        }
-        if "predicted" in batch:
-            sliced["predicted"] = predicted_positions(labels)
-        if "mask_ratio" in batch:
-            sliced["mask_ratio"] = batch["mask_ratio"]
-        if "records" in batch:
-            sliced["records"] = batch["records"]
-        return sliced
+    inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if name in batch}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            inputs[name] = value.to(device, non_blocking=True)
+    if "cp_positions" in batch:  # slices of one that ranks share
+        inputs["cp_pack"] = extra().cp_pack(batch, device)
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -317,11 +249,4 @@ class FillingCollator:
         if "predicted" in batch:
             lacking = max(0, self.predicted - len(batch["predicted"]))
             full["predicted"] = F.pad(batch["predicted"], (0, lacking), value=-1)
-        if "shared_real" in batch:  # the fillers are this rank's own, and in no shared sequence
-            empty = sequences - len(batch["shared_lengths"])
-            last = batch["shared_bounds"][:, -1:].expand(-1, empty)
-            full["shared_positions"] = F.pad(batch["shared_positions"], (0, filled - tokens))
-            full["shared_bounds"] = torch.cat((batch["shared_bounds"], last), 1)
-            for name in ("shared_real", "shared_lengths", "shared_masks"):
-                full[name] = F.pad(batch[name], (0, empty))
         return full

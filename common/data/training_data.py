@@ -16,7 +16,7 @@ import numpy as np
 from common.cli import UserError
 from common.data import TokenSet
 from common.data.clusters import cluster_numbers, open_clusters
-from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates, SlicingCollator
+from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches, uneven
 from common.data.packing import BatchPlan, Position
@@ -215,7 +215,7 @@ def masked_batches(
     rates = MaskRates(flags.mlm_probability, *replaced, flags.mlm_probability_end, total_steps)
     collator = MaskingCollator(tokens, flags.seed, rates)
     filled_to = flags.pack_tokens if one_shape else 0
-    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.mlm_probability)
+    return rank_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.mlm_probability)
 
 
 def held_out_masks(flags: DataFlags, tokens: TokenSet) -> MaskingCollator:
@@ -229,10 +229,10 @@ def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh, one_shape: 
     """As `masked_batches`, with `held_out_masks`."""
     filled_to = flags.held_out_tokens if one_shape else 0
     asked = held_out_masks(flags, tokens)
-    return shared_batches(asked, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.eval_mlm_probability)
+    return rank_batches(asked, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.eval_mlm_probability)
 
 
-def shared_batches(
+def rank_batches(
     collator: Collator,
     flags: StepFlags,
     mesh: Mesh,
@@ -241,24 +241,25 @@ def shared_batches(
     filled_to: int = 0,
     predicted: float = 0.0,
 ) -> Collator:
-    """`collator` if a rank has packs of its own, else the collator of its slices. pad, mask: of `SlicingCollator`.
+    """`collator` if a rank has packs of its own, else the collator of its slices. pad, mask: ids of tokens, mask -1 if
+    there is none.
 
     filled_to: the tokens of a pack, of which a fraction `predicted` at most is predicted, to fill all batches up to
     one shape; 0: they are as long as their data.
     """
-    sequences = sequences_of_packs(filled_to, flags.max_seq_length)
     if mesh.cp_size > 1:
-        contiguous, multiple = flags.cp_layout == "contiguous", 1
-        if not contiguous:
-            multiple = flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size
-        collator = SlicingCollator(collator, mesh, flags.cp_layout, multiple, pad, mask)
-        if filled_to:  # a contiguous share is rounded up, a sequence in chunks is padded by less than the multiple
-            most = filled_to + sequences * (mesh.cp_size if contiguous else multiple - 1)
-            filled_to = -(-most // mesh.cp_size)
-    if not filled_to:
-        return collator
-    most_positions = most_predicted(filled_to, predicted)
-    return FillingCollator(collator, filled_to, sequences, flags.max_seq_length, most_positions, pad)
+        return extra().cp_batches(collator, flags, mesh, pad, mask, filled_to, predicted)
+    return filled(collator, flags, pad, filled_to, predicted) if filled_to else collator
+
+
+def filled(
+    collator: Collator, flags: StepFlags, pad: int, tokens: int, predicted: float, sequences: int | None = None
+) -> FillingCollator:
+    """Fills all batches up to one shape. tokens, predicted: as `rank_batches`; sequences: in a batch, default: as many
+    as packs of so many tokens have."""
+    sequences = sequences or sequences_of_packs(tokens, flags.max_seq_length)
+    most_positions = most_predicted(tokens, predicted)
+    return FillingCollator(collator, tokens, sequences, flags.max_seq_length, most_positions, pad)
 
 
 def held_out_batches(flags: DataFlags, store: ProteinStore, collator: Collator, world: World) -> Generator:

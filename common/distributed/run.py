@@ -30,6 +30,7 @@ from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.watchdog import Watch
 from common.distributed.world import BUG, PeerFailed, World
 from common.flags import Flags, flag
+from common.hooks import extra
 
 logger = logging.getLogger(__name__)
 AGENT_S = 60  # torchrun's store starts before the ranks: a rank that cannot reach it has outlived its launcher
@@ -95,7 +96,8 @@ def distributed_run(flags: ProcessFlags) -> Iterator[World]:
                 torch.backends.cuda.matmul.allow_tf32 = flags.tf32
             world.timeout_s = flags.ddp_timeout
             _init_process_group(world)
-            world.create_cp_groups(flags.cp_size)
+            if flags.cp_size > 1:
+                extra().create_cp_groups(world, flags.cp_size)
             keep_freed_memory()
             yield world
     except BaseException as error:

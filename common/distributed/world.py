@@ -13,7 +13,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -165,26 +164,6 @@ class World:
         use_gpu = torch.cuda.is_available() and not use_cpu
         device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
         return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-
-    def create_cp_groups(self, cp_size: int) -> None:
-        """Split the ranks into context-parallel groups of `cp_size` consecutive ranks. A collective.
-
-        UserError if that does not divide the number of ranks.
-        """
-        with self.raise_together():
-            if self.size % cp_size:
-                fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
-                lower = self.size // cp_size * cp_size
-                ranks = " or ".join(str(n) for n in (lower, lower + cp_size) if n)
-                raise UserError(
-                    f"--cp_size {cp_size} does not divide the number of ranks, {self.size}: choose --cp_size "
-                    f"{fitting}, or start {ranks} ranks (torchrun --nproc_per_node)"
-                )
-        self.cp_size = cp_size
-        if cp_size > 1:
-            groups = [list(range(first, first + cp_size)) for first in range(0, self.size, cp_size)]
-            own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=self.timeout_s))
-            self.cp_group = own if isinstance(own, dist.ProcessGroup) else None
 
     @property
     def mesh(self) -> Mesh:

@@ -18,7 +18,6 @@ from common.files.runs import resolve_directory
 from common.flags import flat, with_flags
 from common.hooks import extra
 from common.models.layers.compiling import check_cuda_graphs, compile_layers, keep_addresses
-from common.models.layers.context_attention import enable_context_parallel
 from common.models.layers.hf_directory import is_checkpoint
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
@@ -66,7 +65,7 @@ def load_model(
             model = choice.make()
         precision = set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
         if world.cp_group is not None:
-            enable_context_parallel(model, world.cp_group, args.model.cp_comm_type)
+            extra().context_parallel(model, world.cp_group, args.model.cp_comm_type)
         # For a new shape a GPU's libraries select kernels again, and its allocator takes memory. On a CPU fillers
         # would only cost time.
         one_shape = world.device.type == "cuda" and args.data.packing and getattr(model, "takes_fillers", False)

@@ -1,1 +1,1 @@
-"""Kernels, optimisers and strategies that plain PyTorch does not have."""
+"""Kernels, and ways to split work among ranks, that make runs faster or larger."""

@@ -24,8 +24,9 @@ from torch.nn import attention as switch
 from common import compat
 from common.cli import UserError, log_every, one_line
 from common.compat import flash_attention_4
-from common.models.layers.attention import Bounds, attend_block, block_gradients, rotated_attention
+from common.models.layers.attention import rotated_attention
 from common.models.layers.backend import Heads
+from extras.speed.block_attention import Bounds, attend_block, block_gradients
 
 FA4_PACKAGE = "flash-attn-4"
 FA4_REQUIREMENT = "flash-attn-4[cu13]==4.0.0b36"  # as in requirements-gpu.txt

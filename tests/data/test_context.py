@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.collators import IGNORE, Counts, MaskingCollator, MaskRates, SlicingCollator
+from common.data.collators import IGNORE, Counts, MaskingCollator, MaskRates
 from common.data.crops import Pack
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import ESM2_TOKENS, MASK, PAD
 from extras.prepare.sources.streamed_data import MemoryStore
+from extras.speed.cp_batches import SlicingCollator
 
 LENGTHS = np.array([40, 3, 1, 77, 22])
 
@@ -30,7 +31,7 @@ def test_slicing_collator_covers_the_batch(layout, multiple):
     parts = [collate(*a_pack()) for collate in slices]
     back = {name: torch.full_like(whole[name], -1) for name in ("input_ids", "labels")}
     for rank, part in enumerate(parts):
-        bounds, real = part["shared_bounds"][rank], part["shared_real"][rank]
+        bounds, real = part["cp_bounds"][rank], part["cp_real"][rank]
         assert part["cu_seqlens"].tolist() == bounds.tolist()
         taken = torch.zeros(len(part["input_ids"]), dtype=torch.bool)
         asked = part["predicted"][part["predicted"] >= 0]
@@ -38,14 +39,14 @@ def test_slicing_collator_covers_the_batch(layout, multiple):
         for number, start in enumerate(whole["cu_seqlens"][:-1]):
             own = slice(int(bounds[number]), int(bounds[number] + real[number]))
             for name in back:
-                back[name][start + part["shared_positions"][own]] = part[name][own]
+                back[name][start + part["cp_positions"][own]] = part[name][own]
             taken[own] = True
         assert (part["input_ids"][~taken] == PAD).all()
         assert (part["labels"][~taken] == IGNORE).all()
-        assert part["shared_lengths"].tolist() == LENGTHS.tolist()
+        assert part["cp_lengths"].tolist() == LENGTHS.tolist()
         starts = whole["cu_seqlens"].tolist()
         masks = [int((whole["input_ids"][a:b] == MASK).sum()) for a, b in zip(starts, starts[1:], strict=False)]
-        assert part["shared_masks"].tolist() == masks
+        assert part["cp_masks"].tolist() == masks
     for name, values in back.items():
         assert torch.equal(values, whole[name])
     assert Counts.of(parts) == Counts.of([whole])
@@ -60,7 +61,7 @@ def test_slicing_collator_slices_the_masks_of_the_step():
         assert {part["mask_ratio"] for part in parts} == {whole["mask_ratio"]}
         assert whole["mask_ratio"] == pytest.approx((0.5 - 0.2 * step) * 0.8)
         for part in parts:
-            assert part["shared_masks"].sum() == (whole["input_ids"] == MASK).sum()
+            assert part["cp_masks"].sum() == (whole["input_ids"] == MASK).sum()
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])

@@ -51,7 +51,7 @@ def packs(tokens: int, longest: int, number: int) -> Iterator[tuple[Pack, np.nda
 
 def shape_of(batch: dict) -> tuple:
     inputs = to_device(batch, CPU)
-    fields = inputs | (vars(inputs.pop("shared")) if "shared" in inputs else {})
+    fields = inputs | (vars(inputs.pop("cp_pack")) if "cp_pack" in inputs else {})
     return tuple((name, x.shape if isinstance(x, torch.Tensor) else x) for name, x in sorted(fields.items()))
 
 

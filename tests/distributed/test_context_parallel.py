@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.distributed.context_parallel import CpSplit
+from extras.speed.context_parallel import CpSplit
 
 LENGTHS = np.array([1, 2, 3, 7, 8, 9, 16, 31, 64, 8000])
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.data.collators import SlicingCollator, to_device
-from common.distributed.context_parallel import CpSplit
+from common.data.collators import to_device
 from common.distributed.run import ProcessFlags, distributed_run
 from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.models.layers import attention
-from common.models.layers.context_attention import enable_context_parallel
+from extras.speed import block_attention as attention
+from extras.speed.context_parallel import CpSplit
+from extras.speed.cp_batches import SlicingCollator
+from extras.speed.cp_model import enable_context_parallel
 from tests.gpu.test_runs import BACKENDS, TWO_GPUS
 from tests.gpu.test_training import relative
 from tests.models.context_cases import LENGTHS, make_batch

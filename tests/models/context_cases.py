@@ -10,25 +10,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.data.collators import IGNORE, FillingCollator, SlicingCollator, to_device
-from common.distributed.context_parallel import ContextGroup, CpPack, CpSplit
+from common.data.collators import IGNORE, FillingCollator, to_device
 from common.distributed.world import World
 from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers.attention import rotary_tables
-from common.models.layers.context_attention import (
-    WAYS,
-    CpLayout,
-    context_attention,
-    enable_context_parallel,
-    operator,
-    ring_blocks,
-)
 from common.models.layers.initialise import initialise
 from common.models.layers.residual import Model
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.model import DecoderForCausalLM
+from extras.speed.context_attention import COMM_TYPES, CpLayout, operator, ring_blocks
+from extras.speed.context_parallel import ContextGroup, CpPack, CpSplit, create_cp_groups
+from extras.speed.cp_batches import FilledSlices, SlicingCollator
+from extras.speed.cp_model import enable_context_parallel
 
 LENGTHS = {  # of the sequences of a pack
     "mixed": [1, 3, 16, 29, 70, 5, 41],
@@ -120,8 +115,8 @@ def logits_of(model: Model, batch: dict, bf16: bool) -> torch.Tensor:
 
 
 def filled(batch: dict, tokens: int) -> dict:
-    """Up to so many tokens, at least, and 16 sequences."""
-    return FillingCollator(lambda *_: batch, tokens, 16, batch["max_seqlen"], 0, PAD)(None, None)
+    """Slices filled up to so many tokens, at least, and 16 sequences."""
+    return FilledSlices(FillingCollator(lambda *_: batch, tokens, 16, batch["max_seqlen"], 0, PAD))(None, None)
 
 
 def hold_bits(model: Model, batches: list[dict], bf16: bool) -> None:
@@ -135,12 +130,12 @@ def hold_bits(model: Model, batches: list[dict], bf16: bool) -> None:
 
 def hold_operator(context: ContextGroup, batch: dict) -> None:
     """What compiled layers call computes, forward and backward, what others call: of a decoder's heads."""
-    shared, generator = to_device(batch, CPU)["shared"], torch.Generator().manual_seed(context.rank)
+    shared, generator = to_device(batch, CPU)["cp_pack"], torch.Generator().manual_seed(context.rank)
     qkv, grad = (torch.randn(len(batch["input_ids"]), n, 8, generator=generator) for n in (8, 4))
     tables = rotary_tables(shared.positions, 8)
     layout, results = CpLayout(shared.real, shared.bounds, CPU, context), []
     for attend in (
-        lambda x: context_attention(x, *tables, layout, kv_heads=2),
+        lambda x: layout.attention(x, *tables, kv_heads=2),
         lambda x: operator(x, *tables, shared.real, shared.bounds, *layout.names, 2)[0],
     ):
         x = qkv.clone().requires_grad_()
@@ -158,7 +153,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
     """
     world = World.from_environment(use_cpu=True)
     dist.init_process_group("gloo")
-    world.create_cp_groups(cp_size)
+    create_cp_groups(world, cp_size)
     mesh, found = world.mesh, []
 
     @functools.cache  # ways and layouts are compared to the same
@@ -180,7 +175,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
             SlicingCollator(lambda *_, batch=b: batch, mesh, layout, multiple, PAD, MASK)(None, None) for b in mine
         ]
         if isinstance(kind, str):
-            hold_operator(shared.context, slices[0])
+            hold_operator(ContextGroup(world.cp_group, way), slices[0])
         elif number % 4 == 1:  # a decoder does not fill up packs itself
             hold_bits(shared, slices, bf16)
         if number % 2 and shared.takes_fillers:  # fillers and empty sequences, in no shared sequence
@@ -191,11 +186,11 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         own_loss, *parts = together.split([1, *(value.numel() for value in own.values())])
         own = {name: part.view_as(own[name]) for name, part in zip(own, parts, strict=True)}
         got = logits_of(shared, slices[0], bf16)
-        bounds, real = (slices[0][f"shared_{name}"][mesh.cp_rank] for name in ("bounds", "real"))
+        bounds, real = (slices[0][f"cp_{name}"][mesh.cp_rank] for name in ("bounds", "real"))
         back = torch.zeros(mine[0]["num_tokens"], got.shape[-1])
         for n, start in enumerate(mine[0]["cu_seqlens"][:-1].tolist()):
             of_sequence = slice(int(bounds[n]), int(bounds[n]) + int(real[n]))
-            back[start + slices[0]["shared_positions"][of_sequence]] = got[of_sequence]
+            back[start + slices[0]["cp_positions"][of_sequence]] = got[of_sequence]
         dist.all_reduce(back, group=world.cp_group)
         counts = torch.tensor([sum(b[key] for b in slices) for key in ("num_tokens", "num_targets", "num_sequences")])
         dist.all_reduce(counts)
@@ -214,7 +209,7 @@ def hold_blocks() -> None:
     """On every rank: the ring frees each block of keys once the next one has arrived."""
     world = World.from_environment(use_cpu=True)
     dist.init_process_group("gloo")
-    world.create_cp_groups(world.size)
+    create_cp_groups(world, world.size)
     slices = CpSplit(np.array([64]), world.size, "contiguous")
     arrays = (slices.positions(world.rank), slices.bounds(), slices.real())
     shared = CpPack(*map(torch.from_numpy, arrays), torch.tensor([64]), torch.tensor([0]))
@@ -240,14 +235,14 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float]:
 def all_cases(cp_size: int) -> list[tuple]:
     """Ways and layouts each with all lengths, with all labels and with both precisions; not all of it with all."""
     dual, padded, contiguous = ("dual_chunk", 2 * cp_size), ("dual_chunk", 16), ("contiguous", 1)
-    ways = list(itertools.product(WAYS, (dual, contiguous)))
+    ways = list(itertools.product(COMM_TYPES, (dual, contiguous)))
     cases = [
         (w, *layout, True, False, lengths, "random")
         for w, layout in ways
         for lengths in ("mixed", "alone" if cp_size == 2 else "shortest")
     ]
-    cases.append((list(WAYS)[cp_size == 4], *dual, True, False, "long", "random"))
-    cases += [(w, *padded, dropout, bf16, "mixed", "random") for w in WAYS for dropout, bf16 in PRECISIONS]
+    cases.append((list(COMM_TYPES)[cp_size == 4], *dual, True, False, "long", "random"))
+    cases += [(w, *padded, dropout, bf16, "mixed", "random") for w in COMM_TYPES for dropout, bf16 in PRECISIONS]
     in_turn = ways if cp_size == 2 else ways[::-1]  # other pairs with other ranks
     of_labels = zip(itertools.cycle(in_turn), LABELS, strict=False)
     return cases + [(w, *layout, False, False, "mixed", labels) for (w, layout), labels in of_labels]
@@ -257,8 +252,8 @@ def decoder_cases(cp_size: int) -> list[tuple]:
     """As `all_cases`, of decoders: every kind with both ways, all labels, and a longer padding."""
     dual, padded = ("dual_chunk", 2 * cp_size), ("dual_chunk", 16)
     kinds = itertools.cycle(DECODERS)
-    cases = [(way, *dual, kind, False, "mixed", "all") for way, kind in itertools.product(WAYS, DECODERS)]
-    of_labels = zip(LABELS, itertools.cycle(WAYS), kinds, strict=False)
+    cases = [(way, *dual, kind, False, "mixed", "all") for way, kind in itertools.product(COMM_TYPES, DECODERS)]
+    of_labels = zip(LABELS, itertools.cycle(COMM_TYPES), kinds, strict=False)
     cases += [(way, *dual, kind, False, "mixed", labels) for labels, way, kind in of_labels]
-    cases += [(way, *padded, "llama", True, "mixed", "random") for way in WAYS]
+    cases += [(way, *padded, "llama", True, "mixed", "random") for way in COMM_TYPES]
     return cases + [("p2p", *padded, "mixtral", False, "alone" if cp_size == 2 else "shortest", "all")]

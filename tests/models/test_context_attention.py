@@ -10,15 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.distributed.context_parallel import ContextGroup, CpPack, CpSplit
 from common.models.layers import cpu
-from common.models.layers.attention import attend_by_matmuls, gradients_by_matmuls
-from common.models.layers.context_attention import (
-    CpLayout,
-    attend_blocks,
-    gradients_of_block,
-    whole_sequences,
-)
+from extras.speed.block_attention import attend_by_matmuls, gradients_by_matmuls
+from extras.speed.context_attention import CpLayout, attend_blocks, gradients_of_block
+from extras.speed.context_parallel import ContextGroup, CpPack, CpSplit
+from extras.speed.cp_model import whole_sequences
 from tests.models.context_cases import CPU, LENGTHS, all_cases, compare, decoder_cases, hold_blocks
 from tests.training_fixtures import on_ranks
 

@@ -137,21 +137,6 @@ def encoder_named(model_type: str) -> Family:
     return family
 
 
-def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, config: Esm2Config) -> None:
-    """UserError if the backend cannot do the context parallelism that the flags ask for."""
-    way, heads = f"--cp_comm_type {flags.cp_comm_type}", config.num_attention_heads
-    if cp_size == 1:
-        return
-    if backend == "torch" and flags.cp_comm_type == "a2a":
-        raise UserError(f"{way}: only Transformer Engine has all-to-all (--backend te): choose p2p or all_gather")
-    if flags.cp_comm_type == "a2a" and heads % cp_size:
-        raise UserError(f"{way}: {heads} attention heads do not divide among --cp_size {cp_size}: choose p2p")
-    if backend == "te" and layout != "dual_chunk":
-        raise UserError(f"--cp_layout {layout}: Transformer Engine takes dual_chunk: choose that, or --backend torch")
-    if backend == "te" and not te_attends(config):
-        raise UserError(f"--cp_size: {NO_KERNEL}: use --backend torch, or install flash-attn (./install.sh --gpu)")
-
-
 def te_attends(config: Esm2Config) -> bool:
     """Whether Transformer Engine (installed) has its own attention kernel for packs."""
     from common.models.esm2.layers_te import has_kernel
@@ -184,7 +169,8 @@ class Esm2(Family):
         heads = config.num_attention_heads
         head_dim = config.hidden_size // heads
         check_device(world.device, bf16, head_dim, backend)
-        check_context(flags, args.data.cp_layout, world.cp_size, backend, config)
+        if world.cp_size > 1:
+            extra().check_context(flags.cp_comm_type, args.data.cp_layout, world.cp_size, backend, config)
         before = previous.get("gelu")
         gelu, remark = choose_gelu(flags.gelu or (before if before in HIDDEN_ACT else None), backend, config)
         by = "torch" if backend == "te" and not te_attends(config) else backend

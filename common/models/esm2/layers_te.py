@@ -22,10 +22,8 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 
-from common.distributed.context_parallel import ContextGroup, CpPack
 from common.models.esm2.config import Esm2Config
 from common.models.layers.attention import has_varlen_kernel, rotary_angles, rotated_attention
-from common.models.layers.context_attention import whole_sequences
 from common.models.layers.recompute import recompute_by_te
 from common.models.layers.residual import total
 
@@ -124,26 +122,13 @@ class TransformerLayer(te.TransformerLayer):
         )
 
 
-def prepare(
-    tokens: int,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    head_dim: int,
-    shared: CpPack | None = None,
-    context: ContextGroup | None = None,
-) -> tuple[Tensor, int, tuple[Tensor, Tensor] | None]:
-    """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths, and with context
-    parallelism the boundaries of the whole sequences).
+def prepare(tokens: int, cu_seqlens: Tensor, max_seqlen: int, head_dim: int, parts: int = 1) -> tuple[Tensor, int]:
+    """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths).
 
-    Transformer Engine takes angles by position in the sequence, and derives the positions from `cu_seqlens`.
+    Transformer Engine takes angles by position in the sequence, and derives the positions from `cu_seqlens`. parts:
+    how many the angles are split into, which S is a multiple of.
     """
-    layout = None
-    if shared is not None:
-        bounds = whole_sequences(shared, tokens)
-        max_seqlen = max(max_seqlen, int(bounds.diff().max()))
-        real, padded = bounds.to(cu_seqlens, non_blocking=True)
-        layout = real, padded
-    multiple = LENGTH_MULTIPLE if context is None else math.lcm(LENGTH_MULTIPLE, 2 * context.size)
+    multiple = math.lcm(LENGTH_MULTIPLE, parts)
     longest = -(-max_seqlen // multiple) * multiple
     angles = rotary_angles(torch.arange(longest, device=cu_seqlens.device), head_dim)
-    return torch.cat((angles, angles), dim=-1)[:, None, None], longest, layout
+    return torch.cat((angles, angles), dim=-1)[:, None, None], longest

@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.context_parallel import ContextGroup, CpPack
 from common.models.esm2.config import Esm2Config, gelu_of
-from common.models.layers.attention import packed_attention, rotary_tables
-from common.models.layers.context_attention import CpLayout, context_attention
+from common.models.layers.attention import Layout, packed_attention, rotary_tables
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
 from common.models.layers.residual import begin as begin  # layers_te has its own
@@ -97,11 +95,11 @@ class SelfAttention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        layout: CpLayout | None = None,
+        layout: Layout | None = None,
     ) -> Tensor:
         qkv = self.layernorm_qkv(x).view(len(x), self.heads, 3, -1)  # [T, H, 3, D]
         if layout is not None:
-            return self.proj(context_attention(qkv, *rotary, layout))
+            return self.proj(layout.attention(qkv, *rotary))
         return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen))
 
 
@@ -118,26 +116,14 @@ class TransformerLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        layout: CpLayout | None = None,
+        layout: Layout | None = None,
     ) -> Stream:
         x = total(stream)
         x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout)
         return Stream(x, self.layernorm_mlp(x))
 
 
-def prepare(
-    tokens: int,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    head_dim: int,
-    shared: CpPack | None = None,
-    context: ContextGroup | None = None,
-) -> tuple[tuple[Tensor, Tensor], int, CpLayout | None]:
-    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence, the
-    layout of a pack that ranks share)."""
-    if shared is not None and context is not None:
-        positions = F.pad(shared.positions, (0, tokens - len(shared.positions)))
-        layout = CpLayout(shared.real, shared.bounds, positions.device, context)
-        return rotary_tables(positions, head_dim), max_seqlen, layout
+def prepare(tokens: int, cu_seqlens: Tensor, max_seqlen: int, head_dim: int) -> tuple[tuple[Tensor, Tensor], int]:
+    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence)."""
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
-    return rotary_tables(torch.arange(tokens, device=cu_seqlens.device) - starts, head_dim), max_seqlen, None
+    return rotary_tables(torch.arange(tokens, device=cu_seqlens.device) - starts, head_dim), max_seqlen

@@ -7,13 +7,13 @@ padding costs no arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.context_parallel import ContextGroup, CpPack
 from common.models.esm2.alphabet import MASK, PAD, VOCAB_SIZE
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.layers_torch import LayerNorm
@@ -53,7 +53,7 @@ class Embeddings(nn.Module):
         self,
         input_ids: Tensor,
         cu_seqlens: Tensor,
-        shared: CpPack | None = None,
+        cp_pack: Any = None,
         mask_ratio: float = TRAIN_MASK_RATIO,
     ) -> Tensor:
         """[T] -> [T, hidden]. Token dropout counts the masks of each sequence by itself, of the whole sequence with
@@ -67,12 +67,11 @@ class Embeddings(nn.Module):
         is_mask = input_ids == MASK
         cu_seqlens = cu_seqlens.long()
         lengths = cu_seqlens.diff()
-        if shared is None:
+        if cp_pack is None:
             masks_before = F.pad(is_mask.cumsum(0), (1, 0))
             ratio = masks_before[cu_seqlens].diff() / lengths.clamp(min=1)
         else:
-            ratio = shared.masks / shared.lengths.clamp(min=1)
-            ratio = F.pad(ratio, (0, len(lengths) - len(ratio)))  # fillers
+            ratio = cp_pack.masked_fractions(len(lengths))
         # A sequence of <mask> alone has zero embeddings anyway; the clamp avoids 0/0.
         scale = (1 - mask_ratio) / (1 - ratio).clamp(min=1e-6)
         per_token = torch.repeat_interleave(scale, lengths, output_size=len(input_ids))
@@ -87,12 +86,16 @@ class Encoder(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.prepare, self.begin = layers.prepare, layers.begin
         self.layers = Layers(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
-        self.context: ContextGroup | None = None  # with context parallelism: the ranks that share packs
+        self.prepare_shared: Callable | None = None  # as `prepare`, of a pack that ranks share; also its layout
         self.emb_layer_norm_after = final_norm
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: CpPack | None = None) -> Tensor:
-        to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
-        rotary, max_seqlen, layout = self.prepare(*to_prepare, shared, self.context)
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, cp_pack: Any = None) -> Tensor:
+        to_prepare, layout = (len(x), cu_seqlens, max_seqlen, self.head_dim), None
+        if cp_pack is None:
+            rotary, max_seqlen = self.prepare(*to_prepare)
+        else:
+            assert self.prepare_shared is not None, "a model takes its share of packs once it is in a group of ranks"
+            rotary, max_seqlen, layout = self.prepare_shared(*to_prepare, cp_pack)
         stream = self.begin(x)
         for layer in self.layers.in_turn():
             stream = layer(stream, rotary, cu_seqlens, max_seqlen, layout)
@@ -163,12 +166,12 @@ class Esm2ForMaskedLM(Model):
         predicted: Tensor | None = None,
         mask_ratio: float = TRAIN_MASK_RATIO,
         output_hidden: bool = False,
-        shared: CpPack | None = None,
+        cp_pack: Any = None,
     ) -> Esm2Output:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
 
-        shared: with context parallelism (`enable_context_parallel`), how the pack's sequences are shared; `input_ids`,
-        `labels` and all results are then of this rank's tokens.
+        cp_pack: with context parallelism, how ranks share the pack's sequences (extras.speed.context_parallel.CpPack);
+        `input_ids`, `labels` and all results are then of this rank's tokens.
 
         labels: of the shape of `input_ids`, -100 where nothing is predicted; the LM head runs on the labelled
         positions only. predicted: those positions (`predicted_positions`), without which the model synchronises with
@@ -194,8 +197,8 @@ class Esm2ForMaskedLM(Model):
             max_seqlen = max(max_seqlen, SHAPE_MULTIPLE)  # no filler is longer: in attention they would cost squares
             ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + ends))
-        embedded = self.embeddings(input_ids, cu_seqlens, shared, mask_ratio)
-        hidden = self.encoder(embedded, cu_seqlens, max_seqlen, shared)[:tokens]
+        embedded = self.embeddings(input_ids, cu_seqlens, cp_pack, mask_ratio)
+        hidden = self.encoder(embedded, cu_seqlens, max_seqlen, cp_pack)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:
             if predicted is None:

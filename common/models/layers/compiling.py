@@ -15,11 +15,11 @@ from torch import Tensor
 
 from common.cli import UserError, log_every
 from common.distributed.world import World
-from common.models.layers import context_attention, cpu
+from common.models.layers import cpu
 from common.models.layers.residual import Model
 
 logger = logging.getLogger(__name__)
-OPERATORS = [context_attention, cpu]  # modules that define custom operators; an extra appends its own
+OPERATORS = [cpu]  # modules that define custom operators; an extra appends its own
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 

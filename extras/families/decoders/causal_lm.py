@@ -87,8 +87,8 @@ class CausalLM(Task[CausalArguments, TextData]):
         if output.router is None:
             return output.loss_sum
         targets = batch["num_targets"]
-        if "shared_lengths" in batch:  # those of the whole pack: all tokens of a sequence but the last
-            targets = int((batch["shared_lengths"] - 1).clamp(min=0).sum())
+        if "cp_lengths" in batch:  # those of the whole pack: all tokens of a sequence but the last
+            targets = int((batch["cp_lengths"] - 1).clamp(min=0).sum())
         return output.loss_sum + self.built.config.router_aux_loss_coef * targets * output.router
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> Evaluation:

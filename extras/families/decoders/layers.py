@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.models.layers import cpu
-from common.models.layers.attention import has_varlen_kernel, rotate, rotated_attention
-from common.models.layers.context_attention import CpLayout, context_attention
+from common.models.layers.attention import Layout, has_varlen_kernel, rotate, rotated_attention
 from common.models.layers.cpu import device_type
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
@@ -92,11 +91,11 @@ class SelfAttention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        layout: CpLayout | None = None,
+        layout: Layout | None = None,
     ) -> Tensor:
         qkv = self.layernorm_qkv(x).view(self.shape)  # [T, H + 2 K, D]
         if layout is not None:
-            return self.proj(context_attention(qkv, *rotary, layout, self.kv_heads))
+            return self.proj(layout.attention(qkv, *rotary, self.kv_heads))
         return self.proj(causal_attention(qkv, self.kv_heads, *rotary, cu_seqlens, max_seqlen))
 
 
@@ -113,7 +112,7 @@ class FeedForward(nn.Module):
         self.fc1_weight = nn.Parameter(torch.empty(2 * config.intermediate_size, config.hidden_size))
         self.fc2_weight = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
 
-    def forward(self, x: Tensor, layout: CpLayout | None = None, tokens: int | None = None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, layout: Layout | None = None, tokens: int | None = None) -> tuple[Tensor, None]:
         x = rms_norm(x, self.layer_norm_weight, self.eps)
         return self.of_normed(x, None), None
 
@@ -141,7 +140,7 @@ class Experts(FeedForward):
             rows, columns = getattr(self, name).shape
             setattr(self, name, nn.Parameter(torch.empty(self.experts * rows, columns)))
 
-    def forward(self, x: Tensor, layout: CpLayout | None = None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, layout: Layout | None = None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """[T, hidden] -> the same, and [2, experts] of the router: how often each expert was chosen, and its
         probabilities summed over tokens: over this rank's real ones where ranks share a pack, else over the first
         `tokens` (None: all)."""
@@ -177,7 +176,7 @@ class DecoderLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        layout: CpLayout | None = None,
+        layout: Layout | None = None,
         tokens: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The stream's two, and what `Experts` tells of its router; None without one. layout: of a pack that ranks

@@ -19,7 +19,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from common.models.layers.context_attention import CpLayout
+from common.models.layers.attention import Layout
 from common.models.layers.recompute import recompute_by_te
 from common.models.layers.residual import Stream, total
 from extras.families.decoders import layers as decoder_layers
@@ -98,7 +98,7 @@ class DecoderLayer(decoder_layers.DecoderLayer):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        layout: CpLayout | None = None,
+        layout: Layout | None = None,
         tokens: int | None = None,
     ) -> tuple[Tensor, None, Tensor | None]:
         x = total(stream)

@@ -8,6 +8,7 @@ lost on the meta device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.context_parallel import ContextGroup, CpPack
-from common.models.layers.context_attention import CpLayout, scatter
 from common.models.layers.linear import Linear, gradients, linear
 from common.models.layers.residual import Block, Layers, Model, Stream, total
 from extras.families.decoders.config import DecoderConfig
@@ -105,7 +104,7 @@ class DecoderForCausalLM(Model):
         super().__init__()
         self.config = config
         self.takes_fillers = not config.num_local_experts  # which a router would count
-        self.context: ContextGroup | None = None  # with context parallelism: the ranks that share packs
+        self.share_of: Callable | None = None  # with context parallelism: extras.speed.cp_model.share_of
         layers: Any
         if backend == "te":
             from extras.families.decoders import layers_te as layers
@@ -141,12 +140,12 @@ class DecoderForCausalLM(Model):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         labels: Tensor | None = None,
-        shared: CpPack | None = None,
+        cp_pack: Any = None,
     ) -> DecoderOutput:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]), or sequences of one length (`input_ids` [B, S]).
 
-        shared: with context parallelism (`enable_context_parallel`), how the pack's sequences are shared; all others
-        and the results are then of this rank's tokens.
+        cp_pack: with context parallelism, how ranks share the pack's sequences (extras.speed.context_parallel.CpPack);
+        all others and the results are then of this rank's tokens.
         labels: of the shape of `input_ids`, the token that follows each, -100 where there is no target.
         """
         shape = input_ids.shape
@@ -164,13 +163,13 @@ class DecoderForCausalLM(Model):
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # the residual stream is fp32, also if a strategy casts weights to bf16
         layout = None
-        if shared is None or self.context is None:
+        if cp_pack is None:
             starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=len(x))
             positions = torch.arange(len(x), device=x.device) - starts
         else:
-            positions = F.pad(shared.positions, (0, len(x) - len(shared.positions)))
-            layout = CpLayout(shared.real, shared.bounds, x.device, self.context)
-            x = scatter(x[layout.own], layout, len(x))  # 0 where padded, which then changes no number format's scale
+            assert self.share_of is not None, "a model takes its share of packs once it is in a group of ranks"
+            positions, layout = self.share_of(cp_pack, len(x))
+            x = layout.without_padding(x)  # which then changes no number format's scale
         stream, rotary, shares = self.begin(x), self._rotary(positions), []
         for layer in self.layers.in_turn():
             *parts, of_router = layer(stream, rotary, cu_seqlens, max_seqlen, layout, tokens if fillers else None)
@@ -190,7 +189,7 @@ class DecoderForCausalLM(Model):
         angles = positions.float()[:, None] * rotary_frequencies(self.config, positions.device)
         return angles.cos(), angles.sin()
 
-    def _balance(self, shares: Tensor, tokens: int, layout: CpLayout | None) -> Tensor:
+    def _balance(self, shares: Tensor, tokens: int, layout: Any) -> Tensor:
         """experts x sum over experts of (assignments a token) x (mean probability), over all layers together.
 
         Equations 4-6 of Switch Transformers (arXiv:2101.03961), as transformers has them. shares [2, experts]: summed.

@@ -9,9 +9,10 @@ import torch
 
 from common.cli import UserError
 from common.distributed.world import World
+from common.hooks import extra
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import override
-from common.models.esm2.family import check_context, choose_residual
+from common.models.esm2.family import choose_residual
 from common.models.family import Family, ModelSpec
 from common.models.layers.backend import STOCK, Heads, check_device, choose_backend
 from common.models.layers.hf_directory import check_no_dropout
@@ -55,7 +56,8 @@ class Esmc(Family):
         heads = config.num_attention_heads
         head_dim = config.hidden_size // heads
         check_device(world.device, bf16, head_dim, "torch")  # both backends have torch's attention
-        check_context(flags, args.data.cp_layout, world.cp_size, "torch", config)
+        if world.cp_size > 1:
+            extra().check_context(flags.cp_comm_type, args.data.cp_layout, world.cp_size, "torch", config)
         attention, kernels = flags.choose_attention(Heads(heads, heads, head_dim), bf16, world)
         remarks = (f"Backend: {backend} ({why})", *([kernels] if kernels else []))
         bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)

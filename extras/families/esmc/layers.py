@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from common.models.esm2.layers_torch import LayerNorm, layer_norm
 from common.models.esm2.layers_torch import prepare as prepare
-from common.models.layers.attention import packed_attention
-from common.models.layers.context_attention import CpLayout, context_attention
+from common.models.layers.attention import Layout, packed_attention
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
 from common.models.layers.residual import begin as begin  # layers_te has its own
@@ -76,13 +75,13 @@ class SelfAttention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        layout: CpLayout | None = None,
+        layout: Layout | None = None,
     ) -> Tensor:
         q, k, v = self.layernorm_qkv(x).chunk(3, dim=-1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         qkv = torch.stack([part.unflatten(-1, (self.heads, -1)) for part in (q, k, v)], dim=2)  # [T, H, 3, D]
         if layout is not None:
-            return self.proj(context_attention(qkv, *rotary, layout))
+            return self.proj(layout.attention(qkv, *rotary))
         return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen))
 
 
@@ -101,7 +100,7 @@ class TransformerLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        layout: CpLayout | None = None,
+        layout: Layout | None = None,
     ) -> Stream:
         x = total(stream)
         x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout) / self.scale

@@ -20,7 +20,7 @@ from common.data.collators import IGNORE, Batch, Collator
 from common.data.counter_rng import RECORD_ORDER, ROTATION, Permutation, derive_key
 from common.data.crops import Pack
 from common.data.packing import Position
-from common.data.training_data import shared_batches
+from common.data.training_data import rank_batches
 from common.distributed.world import Mesh
 from extras.families.text.flags import TextFlags
 from extras.families.text.store import TextMemory, TextStore
@@ -171,6 +171,6 @@ class CausalCollator:
 
 
 def causal_batches(flags: TextFlags, mesh: Mesh, filled_to: int = 0) -> Collator:
-    """The collator of a rank for text: of whole packs, or of its slices of them. filled_to: of `shared_batches`."""
+    """The collator of a rank for text: of whole packs, or of its slices of them. filled_to: of `rank_batches`."""
     collator = CausalCollator(flags.max_seq_length, flags.document_masks)
-    return shared_batches(collator, flags, mesh, FILLER, filled_to=filled_to)
+    return rank_batches(collator, flags, mesh, FILLER, filled_to=filled_to)

@@ -21,6 +21,7 @@ from common.data.training_data import packs_per_step
 from common.distributed.fsdp import local_shard
 from common.distributed.world import World
 from common.flags import with_flags
+from common.hooks import extra
 from common.models.layers.cpu import as_on_a_gpu
 from common.training.arguments import RunArguments
 from common.training.parse import task_of
@@ -76,7 +77,7 @@ class FakeWorld(World):
 def fake_world(size: int, cp_size: int = 1) -> Iterator[FakeWorld]:
     """A world of `size` ranks, in nodes of torchrun's or NODE ranks, in this process alone.
 
-    UserError as `World.create_cp_groups`.
+    UserError as `extras.speed.context_parallel.create_cp_groups`.
     """
     # Registers the backend "fake" (torch 2.11 to 2.13), whose collectives return at once.
     from common.compat import FakeStore
@@ -86,7 +87,8 @@ def fake_world(size: int, cp_size: int = 1) -> Iterator[FakeWorld]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         with ExitStack() as world.lent:
-            world.create_cp_groups(cp_size)
+            if cp_size > 1:
+                extra().create_cp_groups(world, cp_size)
             yield world
     finally:
         dist.destroy_process_group()

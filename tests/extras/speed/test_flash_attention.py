@@ -24,6 +24,7 @@ from common.models.layers import attention
 from common.models.layers.backend import BackendFlags, Heads
 from common.training.progress import TrainerState
 from common.training.results import training_results
+from extras.speed import block_attention
 from extras.speed.flash_attention import FA4_REQUIREMENT, TOLERANCE, choose_kernels, lacking, worst_difference
 from tests.training_fixtures import ROOT
 
@@ -154,7 +155,8 @@ def fa4_for_cpu(install, monkeypatch):
     library.impl("_flash_attention_backward", hook._fa4_flash_attention_backward_impl)
     monkeypatch.setattr(hook, "_fa4_forward_support_error", lambda *_: None)  # "inputs must be CUDA tensors"
     monkeypatch.setattr(hook, "_fa4_backward_support_error", lambda *_: None)
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: True)
+    for module in (attention, block_attention):
+        monkeypatch.setattr(module, "has_varlen_kernel", lambda q: True)
     yield
     library._destroy()
     handle.remove()
@@ -176,16 +178,16 @@ def test_fa4_gets_what_blocks_of_shared_packs_pass(fa4_for_cpu, monkeypatch):
     """With a sequence without queries, and one without keys, whose rows are masked."""
     torch.manual_seed(1)
     q, k, v, grad = (torch.randn(20, 2, 24) for _ in range(4))
-    queries, keys = attention.Bounds.make(torch.tensor([[0, 5, 5, 12, 20], [0, 4, 10, 10, 20]]), CPU)
+    queries, keys = block_attention.Bounds.make(torch.tensor([[0, 5, 5, 12, 20], [0, 4, 10, 10, 20]]), CPU)
 
     def results():
-        out, lse = attention.attend_block(q, k, v, queries, keys)
-        found = attention.block_gradients(grad, q, k, v, out, lse.nan_to_num(neginf=0.0), queries, keys)
+        out, lse = block_attention.attend_block(q, k, v, queries, keys)
+        found = block_attention.block_gradients(grad, q, k, v, out, lse.nan_to_num(neginf=0.0), queries, keys)
         return out, lse, *found
 
     ours = results()
     assert len(sys.modules["flash_attn.cute.interface"].CALLS) == 2
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: False)
+    monkeypatch.setattr(block_attention, "has_varlen_kernel", lambda q: False)
     for found, expected in zip(ours, results(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -16,6 +16,7 @@ In a compiled layer all of it is one operator, which takes tensors in place of a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,30 +28,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.compat import resolve_process_group
-from common.distributed.context_parallel import ContextGroup, CpPack, SendReceive
-from common.models.layers import attention, cpu
-from common.models.layers.attention import Bounds, rotate
-from common.models.layers.residual import Model
+from common.models.layers import cpu
+from common.models.layers.attention import rotate
+from common.models.layers.compiling import OPERATORS
+from extras.speed.block_attention import Bounds, attend_block, block_gradients, merge_blocks
+from extras.speed.context_parallel import ContextGroup, SendReceive
+
+OPERATORS.append(sys.modules[__name__])
 
 # By their newer names, where torch (2.13) has them: it warns of the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def enable_context_parallel(model: Model, group: dist.ProcessGroup, way: str) -> None:
-    """Have a model take packs that the ranks of a group share. way: of `ContextGroup`."""
-    holder: Any = getattr(model, "encoder", model)  # a decoder is its own
-    holder.context = ContextGroup(group, way)
-    for layer in model.layers:
-        if hasattr(layer, "set_context_parallel_group"):  # Transformer Engine's own
-            ranks = dist.get_process_group_ranks(group)
-            layer.set_context_parallel_group(group, ranks, torch.cuda.Stream(), way)
-
-
 @dataclass(frozen=True)
-class Seen:
+class AttendedBlock:
     """What of a block of keys this rank's queries attend to, and which of them: rows and columns are indices of
-    queries and keys, None for all. causal: of `attention.attend_block`."""
+    queries and keys, None for all. causal: of `attend_block`."""
 
     queries: Bounds
     keys: Bounds
@@ -70,12 +64,30 @@ class CpLayout:
     def __init__(self, real: Tensor, bounds: Tensor, device: torch.device, context: ContextGroup):
         """real, bounds: of the `CpPack`."""
         self.real, self.bounds, self.context = real, bounds, context
-        self.names = context.group.group_name, context.way
+        self.names = context.group.group_name, context.comm_type
         self._device = device
         self._ends = F.pad(real.cumsum(1), (1, 0))  # [cp, B + 1]
         self.parts = Bounds.make(self._ends, self._device)
         self.own = self._indices(bounds[context.rank, :-1], real[context.rank])
         self.rows = max(1, int(self._ends[:, -1].max()))
+
+    def attention(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int = 0) -> Tensor:
+        """Rotary self-attention of this rank's tokens to the tokens of their sequences: to all, or if causal up to
+        itself.
+
+        kv_heads 0: an encoder's qkv [T, H, 3, D] (query, key, value of each head, not yet rotated). Else a decoder's,
+        causal: qkv [T, H + 2 K, D] with K = kv_heads, the layout `dual_chunk`. cos and sin [T, D/2] by position in the
+        whole sequence. Returns [T, H * D]; 0 where a token is padding, which gets no attention and no gradient.
+        """
+        if torch.compiler.is_compiling():
+            return operator(qkv, cos, sin, self.real, self.bounds, *self.names, kv_heads)[0]
+        with torch.autocast(qkv.device.type, enabled=False):
+            out = _ContextAttention.apply(*_rotated(qkv, cos, sin, self, kv_heads), self, kv_heads > 0)
+        return scatter(out, self, len(qkv)).flatten(1)
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """x [T, ...] of this rank's tokens, 0 where a token is padding."""
+        return scatter(x[self.own], self, len(x))
 
     def matches(self, real: Tensor, bounds: Tensor, device: torch.device) -> bool:
         return self._device == device and torch.equal(self.real, real) and torch.equal(self.bounds, bounds)
@@ -100,12 +112,12 @@ class CpLayout:
         begins = self._ends[:, :-1] + self.rows * torch.arange(len(self._ends))[:, None]
         return self._indices(begins.t().flatten(), self.real.t().flatten())
 
-    def seen(self, rank: int, causal: bool) -> Seen:
+    def attended_block(self, rank: int, causal: bool) -> AttendedBlock:
         """What this rank's queries attend to of a rank's block."""
-        return self._seen_causally[rank] if causal else Seen(self.queries, self.parts[rank])
+        return self._attended_causally[rank] if causal else AttendedBlock(self.queries, self.parts[rank])
 
     @cached_property
-    def _seen_causally(self) -> list[Seen]:
+    def _attended_causally(self) -> list[AttendedBlock]:
         """Of every rank's block, by what the layout `dual_chunk` says of its two chunks of each sequence."""
         own, size = self.context.rank, self.context.size
         chunks = self.bounds.diff() // 2  # padding included, the same on all ranks
@@ -114,16 +126,16 @@ class CpLayout:
         ends = F.pad(torch.cat((first, second[None])).cumsum(1), (1, 0))
         *first_chunks, second_chunks = Bounds.make(ends, self._device)
         rows = self._indices(self._ends[own, :-1] + first[own], second)
-        seen = []
+        attended = []
         for rank in range(size):
             if rank < own:
                 columns = self._indices(self._ends[rank, :-1], first[rank])
-                seen.append(Seen(self.queries, first_chunks[rank], columns=columns))
+                attended.append(AttendedBlock(self.queries, first_chunks[rank], columns=columns))
             elif rank > own:
-                seen.append(Seen(second_chunks, self.parts[rank], rows=rows))
+                attended.append(AttendedBlock(second_chunks, self.parts[rank], rows=rows))
             else:
-                seen.append(Seen(self.queries, self.queries, causal=True))
-        return seen
+                attended.append(AttendedBlock(self.queries, self.queries, causal=True))
+        return attended
 
     def block(self, kv: Tensor) -> Tensor:
         """[R, ...] padded to `rows`."""
@@ -138,33 +150,11 @@ class CpLayout:
 _latest: list[CpLayout] = []  # at most one: it is the same for all layers
 
 
-def layout_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, way: str) -> CpLayout:
+def layout_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, comm_type: str) -> CpLayout:
     """The `CpLayout` of a pack, the last call's if it matches. group: a process group's name."""
-    if not _latest or _latest[0].names != (group, way) or not _latest[0].matches(real, bounds, device):
-        _latest[:] = [CpLayout(real, bounds, device, ContextGroup(resolve_process_group(group), way))]
+    if not _latest or _latest[0].names != (group, comm_type) or not _latest[0].matches(real, bounds, device):
+        _latest[:] = [CpLayout(real, bounds, device, ContextGroup(resolve_process_group(group), comm_type))]
     return _latest[0]
-
-
-def whole_sequences(shared: CpPack, tokens: int) -> Tensor:
-    """Boundaries of the shared sequences as Transformer Engine takes them, without and with padding: int64 [2, B + 2]
-    on the host. tokens: of each rank, with fillers, which are one more sequence."""
-    fillers = (tokens - shared.bounds[:, -1]).sum()
-    real, padded = (torch.cat((x.sum(0), fillers[None])) for x in (shared.real, shared.bounds.diff()))
-    return F.pad(torch.stack((real, padded)).cumsum(1), (1, 0))
-
-
-def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout, kv_heads: int = 0) -> Tensor:
-    """Rotary self-attention of this rank's tokens to the tokens of their sequences: to all, or if causal up to itself.
-
-    kv_heads 0: an encoder's qkv [T, H, 3, D] (query, key, value of each head, not yet rotated). Else a decoder's,
-    causal: qkv [T, H + 2 K, D] with K = kv_heads, the layout `dual_chunk`. cos and sin [T, D/2] by position in the
-    whole sequence. Returns [T, H * D]; 0 where a token is padding, which gets no attention and no gradient.
-    """
-    if torch.compiler.is_compiling():
-        return operator(qkv, cos, sin, layout.real, layout.bounds, *layout.names, kv_heads)[0]
-    with torch.autocast(qkv.device.type, enabled=False):
-        out = _ContextAttention.apply(*_rotated(qkv, cos, sin, layout, kv_heads), layout, kv_heads > 0)
-    return scatter(out, layout, len(qkv)).flatten(1)
 
 
 def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -196,7 +186,7 @@ class _ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> Tensor:
-        out, lse = WAYS[layout.context.way].forward(q, kv, layout, causal)
+        out, lse = COMM_TYPES[layout.context.comm_type].forward(q, kv, layout, causal)
         ctx.layout, ctx.causal = layout, causal
         ctx.save_for_backward(q, kv, out, lse)
         return out
@@ -204,7 +194,7 @@ class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient an output
         layout, causal = ctx.layout, ctx.causal
-        return *WAYS[layout.context.way].backward(grad, *ctx.saved_tensors, layout, causal), None, None
+        return *COMM_TYPES[layout.context.comm_type].backward(grad, *ctx.saved_tensors, layout, causal), None, None
 
 
 def attend_blocks(
@@ -213,15 +203,15 @@ def attend_blocks(
     """out [R, H, D] in q's dtype, lse [R, H]. blocks: (rank, its block), this rank's own first."""
 
     def attend(rank: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        seen = layout.seen(rank, causal)
-        keys, values = (_taken(x, seen.columns) for x in layout.part(block, rank))
-        queries = _taken(q, seen.rows)
-        return *attention.attend_block(queries, keys, values, seen.queries, seen.keys, seen.causal), seen.rows
+        attended = layout.attended_block(rank, causal)
+        keys, values = (_taken(x, attended.columns) for x in layout.part(block, rank))
+        queries = _taken(q, attended.rows)
+        return *attend_block(queries, keys, values, attended.queries, attended.keys, attended.causal), attended.rows
 
     parts = (attend(rank, block) for rank, block in blocks)
     out, lse, _ = next(parts)
     for other, other_lse, rows in parts:
-        merged = attention.merge_blocks(_taken(out, rows), _taken(lse, rows), other, other_lse)
+        merged = merge_blocks(_taken(out, rows), _taken(lse, rows), other, other_lse)
         out, lse = (
             merged if rows is None else (x.index_copy(0, rows, y) for x, y in zip((out, lse), merged, strict=True))
         )
@@ -232,12 +222,12 @@ def gradients_of_block(
     saved: tuple[Tensor, Tensor, Tensor, Tensor], rank: int, block: Tensor, layout: CpLayout, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """fp32: a block's part of the gradient of q [R, H, D], and that of the block. saved: grad, q, out and lse."""
-    seen = layout.seen(rank, causal)
-    grad, q, out, lse = (_taken(x, seen.rows) for x in saved)
-    keys, values = (_taken(x, seen.columns) for x in layout.part(block, rank))
-    bounds = seen.queries, seen.keys, seen.causal
-    dq, dk, dv = attention.block_gradients(grad, q, keys, values, out, lse, *bounds)
-    return _placed(dq, seen.rows, len(saved[1])), _placed(torch.stack((dk, dv), 1), seen.columns, layout.rows)
+    attended = layout.attended_block(rank, causal)
+    grad, q, out, lse = (_taken(x, attended.rows) for x in saved)
+    keys, values = (_taken(x, attended.columns) for x in layout.part(block, rank))
+    bounds = attended.queries, attended.keys, attended.causal
+    dq, dk, dv = block_gradients(grad, q, keys, values, out, lse, *bounds)
+    return _placed(dq, attended.rows, len(saved[1])), _placed(torch.stack((dk, dv), 1), attended.columns, layout.rows)
 
 
 def _ring_forward(q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> tuple[Tensor, Tensor]:
@@ -265,7 +255,7 @@ def _gathered_forward(q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> 
     gathered = _gather(kv, layout)
     if causal:
         return attend_blocks(q, _own_first(gathered, layout), layout, causal)
-    out, lse = attention.attend_block(q, *_all_keys(gathered, layout), layout.queries, layout.all_parts)
+    out, lse = attend_block(q, *_all_keys(gathered, layout), layout.queries, layout.all_parts)
     return out.to(q.dtype), lse
 
 
@@ -281,7 +271,7 @@ def _gathered_backward(
             grads_q += dq
     else:
         bounds = layout.queries, layout.all_parts
-        grads_q, dk, dv = attention.block_gradients(grad, q, *_all_keys(gathered, layout), out, lse, *bounds)
+        grads_q, dk, dv = block_gradients(grad, q, *_all_keys(gathered, layout), out, lse, *bounds)
         by_rank.flatten(0, 1).index_copy_(0, layout.gathered_rows, torch.stack((dk, dv), 1))
     own = torch.empty_like(by_rank[0])
     reduce_scatter(own, by_rank.flatten(0, 1), group=layout.context.group)
@@ -289,29 +279,32 @@ def _gathered_backward(
 
 
 @dataclass(frozen=True)
-class _Way:
+class _CommType:
     forward: Callable[[Tensor, Tensor, CpLayout, bool], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor]]
 
 
-WAYS = {"p2p": _Way(_ring_forward, _ring_backward), "all_gather": _Way(_gathered_forward, _gathered_backward)}
+COMM_TYPES = {
+    "p2p": _CommType(_ring_forward, _ring_backward),
+    "all_gather": _CommType(_gathered_forward, _gathered_backward),
+}
 
 # ---- in a compiled graph: one operator, which derives the layout from tensors -----
 
 
 @torch.library.custom_op("esm2::context_attention", mutates_args=())
 def operator(
-    qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, way: str, kv_heads: int
+    qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, comm_type: str, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """As `context_attention`; also, for the backward pass, the lse [T, H] of the real tokens."""
-    layout = layout_of(real, bounds, qkv.device, group, way)
+    """As `CpLayout.attention`; also, for the backward pass, the lse [T, H] of the real tokens."""
+    layout = layout_of(real, bounds, qkv.device, group, comm_type)
     with torch.autocast(qkv.device.type, enabled=False):
-        out, lse = WAYS[way].forward(*_rotated(qkv, cos, sin, layout, kv_heads), layout, kv_heads > 0)
+        out, lse = COMM_TYPES[comm_type].forward(*_rotated(qkv, cos, sin, layout, kv_heads), layout, kv_heads > 0)
     return scatter(out, layout, len(qkv)).flatten(1), scatter(lse, layout, len(qkv))
 
 
 @operator.register_fake
-def _(qkv, cos, sin, real, bounds, group, way, kv_heads) -> tuple[Tensor, Tensor]:
+def _(qkv, cos, sin, real, bounds, group, comm_type, kv_heads) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[-1]
     lse = qkv.new_empty(tokens, heads, dtype=torch.promote_types(qkv.dtype, torch.float32))
     return qkv.new_empty(tokens, heads * dim), lse
@@ -328,15 +321,15 @@ def _backward_operator(
     out: Tensor,
     lse: Tensor,
     group: str,
-    way: str,
+    comm_type: str,
     kv_heads: int,
 ) -> Tensor:
-    layout = layout_of(real, bounds, qkv.device, group, way)
+    layout = layout_of(real, bounds, qkv.device, group, comm_type)
     own = layout.own
     with torch.autocast(qkv.device.type, enabled=False):
         grad, out = (x.view(len(qkv), lse.shape[1], -1)[own] for x in (grad, out))
         inputs = grad, *_rotated(qkv, cos, sin, layout, kv_heads), out, lse[own]
-        dq, dkv = WAYS[way].backward(*inputs, layout, kv_heads > 0)
+        dq, dkv = COMM_TYPES[comm_type].backward(*inputs, layout, kv_heads > 0)
         dk, dv = dkv.unbind(1)
         dq, dk = (rotate(x, cos[own], -sin[own]) for x in (dq, dk))
         together = torch.cat((dq, dk, dv), 1) if kv_heads else torch.stack((dq, dk, dv), 2)
@@ -344,17 +337,17 @@ def _backward_operator(
 
 
 @_backward_operator.register_fake
-def _(grad, qkv, cos, sin, real, bounds, out, lse, group, way, kv_heads) -> Tensor:
+def _(grad, qkv, cos, sin, real, bounds, out, lse, group, comm_type, kv_heads) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.group, ctx.way, ctx.kv_heads = inputs
+    *tensors, ctx.group, ctx.comm_type, ctx.kv_heads = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx, grad: Tensor, *_):
-    grads = _backward_operator(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.way, ctx.kv_heads)
+    grads = _backward_operator(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.comm_type, ctx.kv_heads)
     return grads, None, None, None, None, None, None, None
 
 

@@ -12,19 +12,24 @@ A rank's sequences are in the order of the pack, its tokens in the order of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+
+from common.cli import UserError
+from common.distributed.world import World
 
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share a pack. way: `p2p`, `all_gather`, or Transformer Engine's `a2a`."""
+    """The ranks that share a pack. comm_type: `p2p`, `all_gather`, or Transformer Engine's `a2a`."""
 
     group: dist.ProcessGroup
-    way: str = "p2p"
+    comm_type: str = "p2p"
 
     @property
     def rank(self) -> int:
@@ -33,6 +38,26 @@ class ContextGroup:
     @property
     def size(self) -> int:
         return self.group.size()
+
+
+def create_cp_groups(world: World, cp_size: int) -> None:
+    """Split the ranks into context-parallel groups of `cp_size` consecutive ranks. A collective.
+
+    UserError if that does not divide the number of ranks.
+    """
+    with world.raise_together():
+        if world.size % cp_size:
+            fitting = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
+            lower = world.size // cp_size * cp_size
+            ranks = " or ".join(str(n) for n in (lower, lower + cp_size) if n)
+            raise UserError(
+                f"--cp_size {cp_size} does not divide the number of ranks, {world.size}: choose --cp_size "
+                f"{fitting}, or start {ranks} ranks (torchrun --nproc_per_node)"
+            )
+    world.cp_size = cp_size
+    groups = [list(range(first, first + cp_size)) for first in range(0, world.size, cp_size)]
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=world.timeout_s))
+    world.cp_group = own if isinstance(own, dist.ProcessGroup) else None
 
 
 @dataclass(frozen=True)
@@ -51,6 +76,11 @@ class CpPack:
     real: Tensor
     lengths: Tensor
     masks: Tensor
+
+    def masked_fractions(self, sequences: int) -> Tensor:
+        """Fraction of <mask> in each full sequence, [sequences]; 0 for those behind the pack's own, of fillers."""
+        fractions = self.masks / self.lengths.clamp(min=1)
+        return F.pad(fractions, (0, sequences - len(fractions)))
 
 
 @dataclass(frozen=True)
