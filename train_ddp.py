@@ -34,7 +34,7 @@ class DdpFlags(ReplicaFlags):
 
 def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:
     built = load_model(args, world, previous)
-    save_activations(list(built.model.layers), args.strategy.recomputed, offload=False)
+    save_activations(list(built.model.layers), args.strategy.recomputed)
     # All ranks have made the same weights; sent, those in FP8 would be rounded again.
     return replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built
 

@@ -30,7 +30,7 @@ class DdpCpFlags(ReplicaFlags):
 
 def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:
     built = load_model(args, world, previous)
-    save_activations(list(built.model.layers), args.strategy.recomputed, offload=False)
+    save_activations(list(built.model.layers), args.strategy.recomputed)
     return replicate(built.model, world, args.strategy), built
 
 

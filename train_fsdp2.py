@@ -22,6 +22,7 @@ from common.distributed.fsdp import FullySharded, default_sharding, hsdp_shape, 
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import Missing, flag
+from common.hooks import extra
 from common.models.layers.initialise import count_parameters
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.arguments import RunArguments
@@ -106,7 +107,9 @@ def shard(model: nn.Module, world: World, flags: FsdpFlags, bf16: bool) -> None:
         "mp_policy": MixedPrecisionPolicy(compute, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": offload,
     }
-    save_activations(layers, flags.activation_checkpointing, flags.offload_activations)
+    save_activations(layers, flags.activation_checkpointing)
+    if flags.offload_activations:
+        extra().offload_activations(layers)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=flags.sharding_strategy != "grad_op", **options)
     fully_shard(model, reshard_after_forward=False, **options)

@@ -107,7 +107,7 @@ def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[S
     strategy = MegatronSharded(flags, args.precision.bf16, world)
 
     def shard(model: nn.Module) -> None:
-        save_activations(list(model.layers), flags.activation_checkpointing, offload=False)
+        save_activations(list(model.layers), flags.activation_checkpointing)
         strategy.shard(model)
 
     return strategy, load_model(args, world, previous, shard, torch_only=flags.only_by_torch)

@@ -328,7 +328,7 @@ def test_fsdp2_and_recomputation_change_nothing(fp8, forget):
         fully_shard(model, mp_policy=policy, reshard_after_forward=False)
 
     def recompute(model) -> None:
-        save_activations(list(model.encoder.layers), "full", offload=False)
+        save_activations(list(model.encoder.layers), "full")
 
     with process_group():
         expected, in_bf16 = three_steps(lambda model: None), three_steps(lambda model: None, fp8=False)

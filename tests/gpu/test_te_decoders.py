@@ -219,7 +219,7 @@ def test_fsdp2_and_recomputation_change_nothing(preset, fp8, forget):  # noqa: F
         fully_shard(model, mp_policy=policy, reshard_after_forward=False)
 
     def recompute(model) -> None:
-        save_activations(list(model.layers), "full", offload=False)
+        save_activations(list(model.layers), "full")
 
     with process_group():
         expected, in_bf16 = two_steps(lambda model: None), two_steps(lambda model: None, fp8=False)

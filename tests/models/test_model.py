@@ -270,7 +270,7 @@ def test_esm2_layer_compiles_to_one_graph(mode, dtype):
     torch._dynamo.utils.counters.clear()
     models = [build_model(esm2_config(**TINY), seed=1) for _ in range(2)]
     compile_layers(models[0], "cpu", backend="aot_eager")  # traced and differentiated; no C++ compiler is needed
-    save_activations(list(models[0].layers), mode, offload=False)
+    save_activations(list(models[0].layers), mode)
     for lengths in ([100, 28], [200, 56, 64]):
         pack = packed(random_batch(lengths))
         for model in models:

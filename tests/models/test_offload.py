@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.models.layers import recompute as offload
 from common.models.layers.cpu import as_on_a_gpu
 from common.models.layers.recompute import MODES, save_activations
+from extras.speed import offload
 
 empty_like = torch.empty_like
 
@@ -52,7 +52,8 @@ def test_offloading_keeps_bits_and_two_layers_on_device(calls, mode):
     gradients = []
     for offloaded in (False, True):
         if offloaded:
-            save_activations(layers, mode, offload=True)
+            save_activations(layers, mode)
+            offload.offload_activations(layers)
         for seed in (1, 2):  # two micro-batches
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
             for layer in layers:
@@ -86,7 +87,8 @@ def test_offloading_works_on_compiled_layers(calls, mode):
         if compiled:
             for layer in layers:
                 layer.compile(dynamic=True, backend="aot_eager")
-            save_activations(layers, mode, offload=True)
+            save_activations(layers, mode)
+            offload.offload_activations(layers)
         out = x
         for layer in layers:
             out = layer(out)

@@ -71,7 +71,7 @@ def test_rounded_weights_serve_micro_batches_and_recomputation(made):
     gradients, casts = [], []
     for ahead in (False, True):
         model = made()
-        save_activations(list(model.layers), "full", offload=False)
+        save_activations(list(model.layers), "full")
         kept = RoundedWeights(model.layers) if ahead else None
         with Casts(model) as seen:
             gradients.append(passes(model))

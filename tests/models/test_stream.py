@@ -23,7 +23,7 @@ def layers() -> torch.nn.ModuleList:
 
 def run(layers, x: Tensor, added_up: bool) -> list[Tensor]:
     bounds = torch.tensor([0, 10, T], dtype=torch.int32)
-    rotary, longest, _ = prepare(T, bounds, 14, HIDDEN // 4)
+    rotary, longest = prepare(T, bounds, 14, HIDDEN // 4)
     stream = x if added_up else begin(x)
     for layer in layers:
         stream = layer(stream, rotary, bounds, longest)
@@ -40,7 +40,7 @@ def test_residual_sum_order_changes_no_bit(residual, recomputed):
     results = []
     for added_up in (False, True):
         made = layers()
-        save_activations(list(made), recomputed, offload=False)
+        save_activations(list(made), recomputed)
         x = torch.randn(T, HIDDEN, generator=torch.Generator().manual_seed(2)).to(residual).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             results.append(run(made, x, added_up))
@@ -51,9 +51,9 @@ def test_residual_sum_order_changes_no_bit(residual, recomputed):
 def test_recomputed_layer_saves_one_tensor():
     """The sum, and not both that it is of."""
     made = layers()
-    save_activations(list(made), "full", offload=False)
+    save_activations(list(made), "full")
     bounds = torch.tensor([0, T], dtype=torch.int32)
-    rotary, longest, _ = prepare(T, bounds, T, HIDDEN // 4)
+    rotary, longest = prepare(T, bounds, T, HIDDEN // 4)
     kept = []
 
     def keep(tensor: Tensor) -> Tensor:

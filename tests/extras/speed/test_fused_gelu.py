@@ -64,7 +64,7 @@ def gradients(
             layer.layernorm_mlp.fc1_weight.mul_(10)  # sums of about 1, where GELU bends
     if bf16:
         RoundedWeights(model.layers)
-    save_activations(list(model.layers), recompute, offload=False)
+    save_activations(list(model.layers), recompute)
     if compiled is not None:
         compile_layers(model, "cpu", lambda graph, _: compiled.append(graph) or graph.forward)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

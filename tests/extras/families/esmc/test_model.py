@@ -157,7 +157,7 @@ def test_esmc_layer_compiles_to_one_graph(mode, bf16):
     torch._dynamo.utils.counters.clear()
     models = [fresh() for _ in range(2)]
     compile_layers(models[0], "cpu", backend="aot_eager")
-    save_activations(list(models[0].layers), mode, offload=False)
+    save_activations(list(models[0].layers), mode)
     for lengths in ([100, 28], [200, 56, 64]):
         pack = packed(random_batch(lengths))
         for model in models:
