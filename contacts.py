@@ -49,7 +49,7 @@ from extras.after.downstream.contacts import (
 from extras.after.downstream.outputs import Manifest, claimed
 from extras.after.downstream.results import RESULTS, to_open
 from extras.after.downstream.structures import LONGEST, Chain, read_structures, structure_files
-from extras.export import exported
+from extras.after.inference.exported import exported
 from extras.prepare.sources.proteins import ProteinFlags, read_proteins
 
 logger = logging.getLogger(__name__)

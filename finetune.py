@@ -40,7 +40,7 @@ from extras.after.downstream.outputs import Manifest, Output, claimed, writing
 from extras.after.downstream.results import RESULTS
 from extras.after.downstream.splits import SPLITS
 from extras.after.downstream.tuned_card import card_of
-from extras.export import is_checkpoint
+from extras.after.inference.exported import is_checkpoint
 from extras.prepare.relatives import HELP, say_relatives
 from extras.prepare.sources.proteins import ProteinFlags
 

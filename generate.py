@@ -83,7 +83,7 @@ class Arguments(Flags):
 
 def model_directory(name: str, stack: ExitStack) -> Path:
     """As `exported`, downloaded if it is a name on the Hub. UserError if there is no decoder."""
-    from extras.export import exported
+    from extras.after.inference.exported import exported
 
     name = exported(name, stack)
     if Path(name).is_dir():

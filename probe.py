@@ -49,7 +49,7 @@ from extras.after.downstream.probes import (
 from extras.after.downstream.results import RESULTS, to_open
 from extras.after.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 from extras.after.inference.encoder import part_path
-from extras.export import exported
+from extras.after.inference.exported import exported
 from extras.prepare.relatives import HELP, say_relatives
 from extras.prepare.sources.proteins import ProteinFlags, proteins_of
 

@@ -38,6 +38,7 @@ from extras.after.downstream.outputs import Manifest, Output, claimed, locked_fi
 from extras.after.downstream.results import to_open
 from extras.after.inference.correlation import Correlation, as_table, correlations
 from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.exported import exported
 from extras.after.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
 from extras.after.inference.mutation_tables import (
     MEASURED,
@@ -50,7 +51,6 @@ from extras.after.inference.mutation_tables import (
     variants_of,
 )
 from extras.after.inference.mutations import Variant, quoted, score, single_mutants
-from extras.export import exported
 from extras.prepare.sources.proteins import ProteinFlags, read_residues
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
-from common.files.runs import final_model_of, list_checkpoints
+from common.files.runs import list_checkpoints
 from common.files.safe_files import check_type, shorten
 from common.models.family import Family, families, family_of
 from common.models.layers.model_card import Training
 from common.training import checkpoint_files as files
-from common.training.checkpoint import CONFIG, TRAINER_STATE
+from common.training.checkpoint_files import CONFIG, TRAINER_STATE
 from common.training.checkpoint_reader import StoredTensors
-from common.training.resume import damage_of, newest_usable
+from common.training.usable import damage_of, newest_usable
 from extras.families.text.tokenizers import Tokenizer, load_tokenizer
 from extras.prepare.output_directory import check_free
 
@@ -66,22 +66,6 @@ def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None
     tensors = family.adapter.to_hf(read, config, extras)
     family.adapter.save(tensors, config, directory, Training.of_state(state), tokenizer)
     return family.form
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Of a run, or a run with one."""
-    return (path / files.MANIFEST).exists() or bool(list_checkpoints(path))
-
-
-def exported(name: str, stack: ExitStack) -> str:
-    """The directory of transformers' files that --model_name_or_path stands for: of a run its final_model/, of a
-    checkpoint an export in a temporary directory, which the stack removes; else the name as it is."""
-    name = final_model_of(name)
-    if not is_checkpoint(path := Path(name)):
-        return name
-    made = Path(stack.enter_context(TemporaryDirectory(prefix="exported-"))) / "model"
-    export(choose(path), made)
-    return str(made)
 
 
 def add_model(checkpoint: Path, tokenizer: Tokenizer | None) -> None:

@@ -5,6 +5,8 @@ from typing import Literal
 
 import numpy as np
 
+from common.cli import UserError
+
 Gaps = Literal["refuse", "remove", "keep"]  # what becomes of `-` and `.` in proteins
 GAPS_HELP = (
     "gaps (- and .) of proteins, as alignments have them: refuse, remove, or keep them as tokens; A3M and A2M: remove "
@@ -14,6 +16,13 @@ Policy = Literal["error", "skip"]  # for records that cannot be used
 
 # Default of --max_record_length for proteins: bytes with the header, a hundred times the longest protein known.
 LONGEST_PROTEIN = 4 << 20
+MAX_RECORD_LENGTH = 1 << 30  # Arrow counts the bytes of a block in 32 bits
+
+
+def check_record_length(longest: int) -> None:
+    """UserError for an impossible --max_record_length."""
+    if not 1 <= longest <= MAX_RECORD_LENGTH:
+        raise UserError(f"--max_record_length {longest}: a number of bytes, 1 to {MAX_RECORD_LENGTH}")
 
 
 @dataclass(frozen=True)

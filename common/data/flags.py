@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from common.cli import UserError
-from common.data import GAPS_HELP, LONGEST_PROTEIN, Gaps, Policy
+from common.data import GAPS_HELP, LONGEST_PROTEIN, Gaps, Policy, check_record_length
 from common.data.packs_per_step import PacksPerStep
 from common.flags import Flags, Missing, flag, with_flags
 
@@ -21,13 +21,6 @@ RESULTS = {
     *("accuracy", "below", "clusters", "contacts", "kept", "loss", "masked", "mutations", "neighbours", "perplexity"),
     *("probe", "random", "runtime", "samples", "selected", "steps", "test", "tokens", "train", "unigram"),
 }
-MAX_RECORD_LENGTH = 1 << 30  # Arrow counts the bytes of a block in 32 bits
-
-
-def check_record_length(longest: int) -> None:
-    """UserError for an impossible --max_record_length."""
-    if not 1 <= longest <= MAX_RECORD_LENGTH:
-        raise UserError(f"--max_record_length {longest}: a number of bytes, 1 to {MAX_RECORD_LENGTH}")
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,15 @@
-"""FSDP2 (`fully_shard`): weights, gradients and optimiser state sharded by rows; meshes and shards of parameters."""
+"""FSDP2 (`fully_shard`): weights, gradients and optimiser state sharded by rows; and meshes."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
 from common.compat import set_group_timeout
@@ -86,30 +85,3 @@ def set_group_timeouts(world: World, mesh: DeviceMesh) -> None:
     if not world.is_dry_run:
         for group in mesh.get_all_groups():
             set_group_timeout(group, timedelta(seconds=world.timeout_s))
-
-
-def local_shard(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a parameter (writable) and the index of the first. A plain tensor is not sharded.
-
-    `fully_shard` splits dimension 0 as torch.chunk does: equal chunks, the last one shorter or empty. Parameters that
-    are split otherwise have a `first_row`.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    if (first := getattr(parameter, "first_row", None)) is not None:
-        return parameter.to_local(), first
-    rows = parameter.shape[0]
-    first = 0
-    for dimension, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0, "only rows are sharded"
-            mesh = parameter.device_mesh
-            first = min(rows, -(-rows // mesh.size(dimension)) * mesh.get_local_rank(dimension))
-    return parameter.to_local(), first
-
-
-@torch.no_grad()
-def copy_to_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's rows of a full tensor into a parameter."""
-    local, first = local_shard(parameter)
-    local.copy_(full[first : first + len(local)])

@@ -12,6 +12,7 @@ RUN_INFO = "run_info.json"  # the title of the curves, and the first step of eac
 # Of results: (key, name) of what a model is compared with, the weaker first.
 BASELINES = (("unigram", "their frequencies"), ("neighbours", "their neighbours"))
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+MANIFEST = "manifest.json"  # of a checkpoint
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:

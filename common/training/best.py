@@ -19,8 +19,9 @@ from common.distributed.strategy import Strategy
 from common.training.arguments import BestFlags
 from common.training.checkpoint import Checkpointer
 from common.training.progress import RunPlan, TrainerState
-from common.training.resume import damage_of, read_state
+from common.training.resume import read_state
 from common.training.task import BuiltModel
+from common.training.usable import damage_of
 
 logger = logging.getLogger(__name__)
 

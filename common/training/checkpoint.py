@@ -42,13 +42,11 @@ from common.files.safe_files import size_and_crc, sync_directory, write_json_flu
 from common.flags import Flags, Missing, flag
 from common.hooks import extra
 from common.training import checkpoint_files as files
-from common.training.checkpoint_files import reason_of
+from common.training.checkpoint_files import CONFIG, TRAINER_STATE, reason_of
 from common.training.checkpoint_metadata import METADATA, OLD_METADATA, Writer
 from common.training.pinned_stager import PinnedStager, share_of
 
 logger = logging.getLogger(__name__)
-
-CONFIG, TRAINER_STATE = "config.json", "trainer_state.json"
 
 
 @dataclass(frozen=True)

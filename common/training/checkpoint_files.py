@@ -17,7 +17,7 @@ from pathlib import Path
 from isal import isal_zlib
 
 from common.cli import UserError, one_line
-from common.files.runs import FINAL_MODEL, list_checkpoints
+from common.files.runs import FINAL_MODEL, MANIFEST, list_checkpoints
 from common.files.safe_files import check_type, file_size, is_plain_name, open_regular, read_json, shorten
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
 SHARED_PATIENCE_S = 90.0
 SAVED = ".saved"  # an empty file: some checkpoint was once complete here
 RESULTS = ("train_results.json", FINAL_MODEL)
-MANIFEST = "manifest.json"
+CONFIG, TRAINER_STATE = "config.json", "trainer_state.json"
 
 
 class Corrupt(Exception):

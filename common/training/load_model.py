@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
-from common.distributed.fsdp import copy_to_shard
+from common.distributed.shards import copy_to_shard
 from common.distributed.world import World
 from common.files.runs import resolve_directory
 from common.flags import flat, with_flags
@@ -23,8 +23,8 @@ from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.precision.build import choose_plan, set_formats, start_te_stats
 from common.training.arguments import RunArguments
-from common.training.resume import damage_of, newest_usable
 from common.training.task import BuiltModel
+from common.training.usable import damage_of, newest_usable
 
 # Flags that may differ between ranks: paths, which another node may name otherwise, and what does not affect results.
 PER_RANK_FLAGS = {"dataset_dir", "output_dir", "log_dir", "run_name", "report_to", "disable_tqdm"}

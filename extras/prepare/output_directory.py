@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,6 +29,13 @@ logger = logging.getLogger(__name__)
 RECORD = ".complete.json"
 BUILDING = ".building"
 SCRATCH, JOURNAL, MADE_FROM = "scratch", "journal.jsonl", "made from"
+
+
+def refuse_inputs(directory: Path, inputs: Mapping[str, str | None], flag: str = "--output_dir") -> None:
+    """UserError for an input that is the directory or inside it."""
+    for name, value in inputs.items():
+        if value and Path(value).exists() and Path(value).resolve().is_relative_to(directory.resolve()):
+            raise UserError(f"{flag} {directory}: {name} {value} is in there: choose another")
 
 
 class Journal:

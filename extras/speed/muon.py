@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common.distributed.fsdp import local_shard
+from common.distributed.shards import local_shard
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.residual import Block

@@ -17,8 +17,8 @@ import torch
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.files.safe_files import read_json, size_and_crc
-from common.training import resume
-from common.training.resume import damage_of, newest_usable
+from common.training import usable
+from common.training.usable import damage_of, newest_usable
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
 from tests.training_fixtures import _main, flags_of, losses, on_ranks, rows, train
@@ -171,8 +171,8 @@ def of_three(dataset, tmp_path_factory) -> Path:
 def _choose_and_count(out: Path, model: dict) -> None:
     """On a rank: which is the newest usable one, and which files were read for it."""
     read = []
-    check_file = resume.check_file
-    resume.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
+    check_file = usable.check_file
+    usable.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
     world = World(int(os.environ["RANK"]), 0, int(os.environ["WORLD_SIZE"]), torch.device("cpu"))
     torch.distributed.init_process_group("gloo")
     newest = newest_usable(out, world)

@@ -11,8 +11,8 @@ import torch
 
 from common.distributed.world import World
 from common.files.safe_files import JsonLinesLog
-from common.training.resume import damage_of
 from common.training.run_directory import RunDirectory
+from common.training.usable import damage_of
 from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.patience import run
 from tests.small_disk import small_disk

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from common.distributed.world import World
-from common.training.resume import damage_of
+from common.training.usable import damage_of
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.small_disk import small_disk
 from tests.training.checkpoint_fixtures import exported, files_of, names

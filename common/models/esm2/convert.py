@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, Esm2Config
 from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
 from common.models.layers.hf_directory import read_tensors
-from common.models.layers.model_card import Training
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
+
+if TYPE_CHECKING:
+    from common.models.layers.model_card import Training
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.identity import combined_hash
-from common.files.runs import resolve_directory
+from common.files.runs import MANIFEST, resolve_directory
 from common.files.safe_files import check_type, is_plain_name, open_regular, read_json, shorten
 from common.hooks import extra
 
@@ -240,7 +240,7 @@ def check_tensors(
 def is_checkpoint(root: Path) -> bool:
     """Whether the weights of a directory are those of a run's checkpoint, not safetensors."""
     safetensors = ("model.safetensors", INDEX)
-    return (root / "manifest.json").is_file() and not any(os.path.lexists(root / name) for name in safetensors)
+    return (root / MANIFEST).is_file() and not any(os.path.lexists(root / name) for name in safetensors)
 
 
 def _recipe_files(root: Path) -> list[Path]:

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from common.distributed.fsdp import local_shard
+from common.distributed.shards import local_shard
 
 ROWS_PER_STREAM = 256
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from common.models.layers.hf_directory import (
     local_directory,
     read_tensors,
 )
-from common.models.layers.model_card import UNKNOWN, Export, Training
 from common.models.layers.residual import Model
-from common.models.layers.write_directory import SHARD_BYTES, write_directory
+
+if TYPE_CHECKING:  # what reads a model needs no model card
+    from common.models.layers.model_card import Training
 
 Pieces = Iterator[tuple[str, Tensor]]
 
@@ -110,15 +111,19 @@ class StateDictAdapter(ABC):
         pieces: Pieces,
         config: Any,
         directory: Path,
-        training: Training = UNKNOWN,
+        training: Training | None = None,
         tokenizer: Any = None,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
     ) -> None:
         """Write a directory that transformers' from_pretrained opens offline (or `opened_by`), tensors in fp32.
 
-        pieces: as `to_hf` gives them; training: for the model card. The directory appears when it is complete; an
-        existing one is replaced.
+        pieces: as `to_hf` gives them; training: for the model card; shard_bytes: of a file, SHARD_BYTES by default.
+        The directory appears when it is complete; an existing one is replaced.
         """
+        from common.models.layers.model_card import UNKNOWN, Export
+        from common.models.layers.write_directory import SHARD_BYTES, write_directory
+
+        training = training or UNKNOWN
         constants = self.constants(config)
         expected, parameters = self.expected(config)
         pipeline, *topics = self.tags
@@ -132,7 +137,7 @@ class StateDictAdapter(ABC):
             self.published,
             self.opened_by,
         )
-        write_directory(chain(pieces, constants.items()), export, directory, shard_bytes)
+        write_directory(chain(pieces, constants.items()), export, directory, shard_bytes or SHARD_BYTES)
 
     def constants(self, config: Any) -> dict[str, Tensor]:
         """Tensors of an export that are no parameters."""

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from common.cli import MAKE_ROOM, NO_ROOM, UserError, one_line, owner_of_denied
 from common.files.safe_files import is_plain_name, read_json, size_and_crc, sync_tree, write_json
 from extras.after.downstream.results import RESULTS
-from extras.prepare.output_directory import lock, release
+from extras.prepare.output_directory import lock, refuse_inputs, release
 
 logger = logging.getLogger(__name__)
 MANIFEST = ".files.json"
@@ -186,13 +186,6 @@ def _claim(
         raise UserError(f"{flag} {directory}: {change} since it was written: {otherwise}")
     logger.info("%s was made by the same command: nothing to do", directory)
     return None
-
-
-def refuse_inputs(directory: Path, inputs: Mapping[str, str | None], flag: str = "--output_dir") -> None:
-    """UserError for an input that is the directory or inside it."""
-    for name, value in inputs.items():
-        if value and Path(value).exists() and Path(value).resolve().is_relative_to(directory.resolve()):
-            raise UserError(f"{flag} {directory}: {name} {value} is in there: choose another")
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
-from extras.after.downstream.outputs import refuse_inputs
 from extras.after.inference.encoder import (
     Encoder,
     EncoderFlags,
@@ -34,8 +33,8 @@ from extras.after.inference.encoder import (
     table,
     write_part,
 )
-from extras.export import exported
-from extras.prepare.output_directory import RECORD, Build, building, hold_work, read_record
+from extras.after.inference.exported import exported
+from extras.prepare.output_directory import RECORD, Build, building, hold_work, read_record, refuse_inputs
 from extras.prepare.sources.proteins import ProteinFlags, proteins_of
 
 logger = logging.getLogger(__name__)

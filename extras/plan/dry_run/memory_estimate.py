@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.data.training_data import packs_per_step
-from common.distributed.fsdp import local_shard
+from common.distributed.shards import local_shard
 from common.distributed.world import World
 from common.flags import with_flags
 from common.hooks import extra

@@ -23,7 +23,7 @@ from isal import igzip, isal_zlib
 
 from common.cli import UserError, one_line
 from common.data import LONGEST_PROTEIN as LONGEST_PROTEIN
-from common.data.flags import check_record_length as check_record_length
+from common.data import check_record_length as check_record_length
 from extras.prepare.sources.records import characters
 
 LONGEST_DOCUMENT = 16 << 20  # bytes of a document: five times War and Peace

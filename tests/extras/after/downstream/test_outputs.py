@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from common.cli import UserError
-from extras.after.downstream.outputs import MANIFEST, Manifest, claimed, locked_file, refuse_inputs, writing
+from extras.after.downstream.outputs import MANIFEST, Manifest, claimed, locked_file, writing
+from extras.prepare.output_directory import refuse_inputs
 
 MADE_FROM = {"seed": 1, "layers": (1, 2)}
 
