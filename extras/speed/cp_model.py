@@ -36,8 +36,9 @@ def enable_context_parallel(model: Model, group: dist.ProcessGroup, comm_type: s
     """Have a model take packs that the ranks of a group share. comm_type: of `ContextGroup`."""
     context = ContextGroup(group, comm_type)
     encoder: Any = getattr(model, "encoder", None)
-    if encoder is None:  # a decoder
-        model.share_of = partial(share_of, context)
+    if encoder is None:
+        decoder: Any = model
+        decoder.share_of = partial(share_of, context)
         return
     encoder.prepare_shared = partial(prepare_shared, context)
     for layer in model.layers:

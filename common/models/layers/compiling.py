@@ -9,6 +9,7 @@ import platform
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from common.models.layers import cpu
 from common.models.layers.residual import Model
 
 logger = logging.getLogger(__name__)
-OPERATORS = [cpu]  # modules that define custom operators; an extra appends its own
+OPERATORS: list[ModuleType] = [cpu]  # modules that define custom operators; an extra appends its own
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 
@@ -116,5 +117,5 @@ def _this_cpu() -> str:
 
 def _our_operators() -> str:
     """A hash of our operators' source."""
-    sources = b"".join(Path(module.__file__).read_bytes() for module in OPERATORS)
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in OPERATORS)
     return hashlib.sha256(sources).hexdigest()[:8]
