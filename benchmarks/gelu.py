@@ -25,7 +25,6 @@ from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import HIDDEN_ACT, load_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.training.optim import OptimizerFlags, build_adamw
-from common.training.schedule import lr_schedule
 
 
 @dataclass
@@ -55,7 +54,7 @@ def batches_of(args: Arguments) -> list[dict]:
 def train(args: Arguments, model: Esm2ForMaskedLM, batches: list[dict], name: str) -> list[float]:
     """The loss of every step, in nats."""
     flags = OptimizerFlags(learning_rate=args.learning_rate)
-    optimizer, rate = build_adamw(model.parameters(), flags), lr_schedule(flags, len(batches))
+    optimizer, rate = build_adamw(model.parameters(), flags), flags.schedule(len(batches))
     losses = []
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:

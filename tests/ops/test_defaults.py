@@ -17,7 +17,6 @@ from common.distributed.world import Mesh
 from common.flags import flat
 from common.training.optim import OptimizerFlags
 from common.training.parse import parse_run
-from common.training.schedule import lr_schedule
 from tests.data_fixtures import load_script
 from tests.ops.manifests import (
     EKS_GUIDE,
@@ -169,7 +168,7 @@ def assert_guides_run(args: dict, strategy: str) -> None:
     assert (args["max_steps"] if args["max_steps"] > 0 else in_epochs) == steps
     # Their log has the rate of the next step: after the 16th of 1,136 steps 4.929577464788733e-05.
     optimizer = OptimizerFlags(**{f.name: args[f.name] for f in fields(OptimizerFlags)})
-    assert lr_schedule(optimizer, 1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)
+    assert optimizer.schedule(1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 16])

@@ -396,7 +396,7 @@ def test_decoder_checkpoint_stores_tied_embeddings_once(text, tmp_path):
         ),
         ("train_fsdp2.py", {"backend": "te"}, "it needs an NVIDIA GPU, and this run is on a CPU"),
         ("train_fsdp2.py", {"lr_decay_style": "sawtooth"}, "--lr_scheduler_type sawtooth: choose constant, linear"),
-        ("train_fsdp2.py", {"plateau": 0.2}, "--plateau 0.2: goes with --lr_decay_style plateau, not cosine"),
+        ("train_fsdp2.py", {"plateau": 0.2}, "--plateau 0.2: goes with --lr_scheduler_type plateau, not cosine"),
         ("train_fsdp2.py", {"min_lr": 1}, "--min_lr 1.0: must lie between 0 and --lr 0.001"),
     ],
 )

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
+    TrainingArguments,
     get_cosine_with_hard_restarts_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
     get_scheduler,
@@ -16,7 +18,8 @@ from transformers import (
 
 from common.cli import UserError
 from common.flags import checked
-from common.training.schedule import ScheduleFlags, annealing, lr_schedule, warmup_steps
+from common.training.schedule import ScheduleFlags, warmup_steps
+from extras.families.decoders.causal_arguments import DecayFlags
 from tests.training_fixtures import run_forked
 
 
@@ -37,12 +40,12 @@ def arguments(**changes) -> ScheduleFlags:
     ],
 )
 def test_esm2_schedule_is_the_papers(steps_taken, of_peak):
-    lr = lr_schedule(arguments(), total_steps=500_000)
+    lr = arguments().schedule(500_000)
     assert lr(steps_taken - 1) == pytest.approx(4e-4 * of_peak, rel=1e-12)
 
 
 def test_esm2_schedule_never_jumps():
-    lr = lr_schedule(arguments(), total_steps=10_000)
+    lr = arguments().schedule(10_000)
     values = [lr(step) for step in range(10_000)]
     assert max(abs(a - b) for a, b in zip(values, values[1:], strict=False)) <= 4e-4 / 500 * 1.0001
     assert max(values) == 4e-4
@@ -53,7 +56,7 @@ def test_esm2_schedule_never_jumps():
 @pytest.mark.parametrize("total_steps", [1, 2, 3, 10])
 @pytest.mark.parametrize("warmup", [None, 0, 1, 5])
 def test_esm2_schedule_of_very_short_runs(total_steps, warmup):
-    lr = lr_schedule(arguments(warmup_steps=warmup), total_steps)
+    lr = arguments(warmup_steps=warmup).schedule(total_steps)
     assert all(0 < lr(step) <= 4e-4 for step in range(total_steps))
 
 
@@ -61,15 +64,16 @@ def test_esm2_schedule_of_very_short_runs(total_steps, warmup):
     "name",
     ["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_restarts"],
 )
-@pytest.mark.parametrize("warmup", [0, 7])
-def test_lr_schedule_equals_transformers_schedulers(name, warmup):
+@pytest.mark.parametrize("steps", [1, 2, 50, 333])
+@pytest.mark.parametrize("warmup", [0, 1, 7, 60, 0.06, 0.9])
+def test_lr_schedule_equals_transformers_schedulers(name, warmup, steps):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=50)
-    lr = lr_schedule(arguments(learning_rate=3e-4, lr_scheduler_type=name, warmup_steps=warmup), 50)
-    for step in range(50):
-        assert lr(step) == scheduler.get_last_lr()[0], step
-        optimizer.step()
-        scheduler.step()
+    flags = arguments(learning_rate=3e-4, lr_scheduler_type=name, warmup_steps=warmup)
+    in_steps = TrainingArguments("", warmup_steps=warmup).get_warmup_steps(steps)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=in_steps, num_training_steps=steps)
+    assert isinstance(scheduler, LambdaLR)
+    lr = flags.schedule(steps)
+    assert [lr(step) for step in range(steps)] == [3e-4 * scheduler.lr_lambdas[0](step) for step in range(steps)]
 
 
 def factors_of(schedule, steps: int, warmup: int, **settings) -> list[float]:
@@ -80,7 +84,7 @@ def factors_of(schedule, steps: int, warmup: int, **settings) -> list[float]:
 
 
 def rates(steps: int, **flags) -> list[float]:
-    return list(map(lr_schedule(arguments(learning_rate=1.0, **flags), steps), range(steps)))
+    return list(map(arguments(learning_rate=1.0, **flags).schedule(steps), range(steps)))
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
@@ -98,10 +102,8 @@ def test_cosine_with_floor_equals_transformers(name, floor, warmup):
 def test_cosine_linear_schedule_is_amplifys(step, of_peak):
     """Worked out by hand at the quarters of the 899,000 steps after the warm-up: 0.1 + 0.9 x (1 + cos) / 2 x (1 - 0.9
     of the way). A cosine alone has 0.55 half-way."""
-    lr = lr_schedule(
-        arguments(learning_rate=1e-3, lr_scheduler_type="cosine_linear", warmup_steps=1000, min_lr_rate=0.1), 900_000
-    )
-    assert lr(step) == pytest.approx(1e-3 * of_peak, rel=1e-6)
+    flags = arguments(learning_rate=1e-3, lr_scheduler_type="cosine_linear", warmup_steps=1000, min_lr_rate=0.1)
+    assert flags.schedule(900_000)(step) == pytest.approx(1e-3 * of_peak, rel=1e-6)
 
 
 def test_cosine_with_restarts_equals_transformers():
@@ -167,6 +169,10 @@ def test_wsd_of_very_short_runs(total_steps, warmup, decay):
         ),
         ({"lr_decay_steps": 0, "lr_scheduler_type": "wsd"}, "--lr_decay_steps 0: must be above 0"),
         ({"lr_decay_steps": math.nan, "lr_scheduler_type": "wsd"}, "--lr_decay_steps nan: must be above 0"),
+        (
+            {"learning_rate": 1e-7, "lr_scheduler_type": "polynomial"},
+            "--learning_rate 1e-07: --lr_scheduler_type polynomial falls to 1e-07: give a higher one",
+        ),
         ({"warmup_steps": -1}, "--warmup_steps -1: must be a number that is not negative"),
     ],
 )
@@ -191,17 +197,18 @@ def rates_of_annealing_lr(peak, low, warmup, end, steps):
 @pytest.mark.parametrize("warmup", [0, 0.0032, 0.01, 0.25, 0.6, 0.99, 1, 5, 16])
 @pytest.mark.parametrize("low", [0.0, 1e-5, 3e-4])
 def test_annealing_is_the_guides_schedule(warmup, low):
-    flags = arguments(learning_rate=3e-4, lr_scheduler_type="annealing", warmup_steps=warmup)
+    flags = {"learning_rate": 3e-4, "lr_scheduler_type": "annealing", "warmup_steps": warmup}
     for total, end in ((1, None), (2, None), (7, None), (100, None), (100, 40), (100, 400), (5000, None)):
         of_end = warmup if warmup >= 1 else warmup * (end or total)
-        rate = annealing(flags, total, low, end)
+        rate = DecayFlags(**flags, min_lr=low, lr_decay_iters=end).schedule(total)
         if of_end >= (end or total):  # theirs would be 0 or negative
             assert [rate(step) for step in range(total)] == [3e-4 * step / of_end for step in range(total)]
             continue
         expected = rates_of_annealing_lr(3e-4, low, of_end, end or total, total)
         assert [rate(step) for step in range(total)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
         if not low and end is None:
-            assert [lr_schedule(flags, total)(step) for step in range(total)] == [rate(step) for step in range(total)]
+            of_encoders = arguments(**flags).schedule(total)
+            assert [of_encoders(step) for step in range(total)] == [rate(step) for step in range(total)]
 
 
 def test_warmup_steps_are_steps_a_fraction_or_default():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from common.cli import UserError
@@ -14,7 +14,7 @@ from common.models.family import encoders
 from common.models.layers.backend import STOCK, BackendFlags
 from common.training.arguments import RunArguments
 from common.training.optim import OptimizerFlags
-from common.training.schedule import annealing, warmup_steps, wsd_decay_steps
+from common.training.schedule import Run, choices_of, phrases
 from extras.families.decoders.config import (
     MODEL_TYPES,
     PRESETS,
@@ -120,13 +120,11 @@ class DecoderFlags(BackendFlags):
         return config, remark
 
 
-STYLES = ("constant", "linear", "cosine", "wsd", "annealing", "exponential", "plateau")
-
-
 @dataclass(frozen=True)
 class DecayFlags(OptimizerFlags):
     """Learning rate schedules of the guides: warm-up, then from the peak to --min_lr."""
 
+    schedules = "clm"
     advanced = ("lr_decay_iters", "plateau")
 
     lr_decay_iters: int | None = flag(None, "The step at which --min_lr is reached. Default: the last.")
@@ -140,44 +138,16 @@ class DecayFlags(OptimizerFlags):
 
     def check(self) -> None:
         self.require_at_least(1, "lr_decay_iters")
-        if self.lr_scheduler_type == "constant" and self.min_lr_rate is not None:
-            raise UserError(f"--min_lr_rate {self.min_lr_rate}: --lr_decay_style constant never falls: drop one")
         if not 0 <= self.lowest <= self.learning_rate:
             raise UserError(f"--min_lr {self.min_lr}: must lie between 0 and --lr {self.learning_rate}")
-        if self.lr_scheduler_type == "exponential" and self.lowest == 0:
-            raise UserError("--min_lr 0: --lr_decay_style exponential falls by factors, and never to 0: give another")
         if not 0 <= self.plateau < 1:
             raise UserError(f"--plateau {self.plateau}: a fraction of the run, at least 0 and below 1")
-        if self.plateau and self.lr_scheduler_type != "plateau":
-            raise UserError(
-                f"--plateau {self.plateau}: goes with --lr_decay_style plateau, not {self.lr_scheduler_type}: drop one"
-            )
 
-    def schedule(self, total_steps: int) -> Callable[[int], float]:
+    def run(self, total_steps: int) -> Run:
         """The peak comes with the last step of the warm-up; --min_lr with step --lr_decay_iters, and stays.
         `annealing` differs in both."""
-        peak, low, style = self.learning_rate, self.lowest, self.lr_scheduler_type
-        if style == "annealing":
-            return annealing(self, total_steps, low, self.lr_decay_iters)
-        warm = warmup_steps(self, total_steps)
-        end = self.lr_decay_iters or total_steps
-        begin = (
-            end - wsd_decay_steps(self, end, warm) if style == "wsd" else warm + math.ceil(self.plateau * total_steps)
-        )
-        span = max(1, end - begin)
-
-        def rate(step: int) -> float:
-            if step < warm:
-                return peak * (step + 1) / warm
-            progress = min(1.0, max(0.0, (step + 1 - begin) / span))
-            if style == "constant":
-                return peak
-            if style == "exponential":
-                return peak * (low / peak) ** progress
-            fallen = (1 - math.cos(math.pi * progress)) / 2 if style == "cosine" else progress
-            return peak - (peak - low) * fallen
-
-        return rate
+        plateau_steps = math.ceil(self.plateau * total_steps)
+        return self.run_to(self.lr_decay_iters or total_steps, total_steps, self.lowest, plateau_steps)
 
 
 @dataclass(frozen=True)
@@ -191,10 +161,9 @@ class CausalArguments(RunArguments):
         "learning_rate": flag(1e-4, "Peak learning rate.", "lr"),
         "lr_scheduler_type": flag(
             "cosine",
-            "How the rate falls to --min_lr; wsd: in the last fifth; annealing: the guides'; plateau: --plateau of "
-            "the run at the peak, then linear.",
+            f"How the rate falls to --min_lr; {phrases('clm')}.",
             "lr_decay_style",
-            choices=STYLES,
+            choices=choices_of("clm"),
         ),
         "warmup_steps": flag(0.0032, "Steps up to the peak, or a fraction of the run below 1.", "warmup"),
         "weight_decay": flag(0.2, "On matrices and embeddings; never on norms."),

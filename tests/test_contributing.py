@@ -1,0 +1,70 @@
+"""CONTRIBUTING.md's examples, added to a copy of the code as the page says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.typed import blocks, sh
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def example(heading: str) -> str:
+    """The Python of a section."""
+    (section,) = re.findall(rf"^### {heading}.*?(?=^##)", PAGE, re.DOTALL | re.MULTILINE)
+    (block,) = blocks(section, "python")
+    return block
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A copy of the packages."""
+    for name in ("common", "extras"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def insert(path: Path, text: str, before: str) -> None:
+    old = path.read_text()
+    assert old.count(before) == 1
+    path.write_text(old.replace(before, f"{text}\n\n{before}"))
+
+
+def printed_by(checkout: Path, program: str) -> list[str]:
+    (checkout / "program.py").write_text(program)
+    done = sh("python program.py", checkout)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def test_schedule_is_one_function(checkout):
+    insert(checkout / "common/training/schedule.py", example("A schedule"), "# ---- flags and lengths")
+    found = printed_by(
+        checkout,
+        """
+import extras
+from common.distributed.strategy import StrategyFlags
+from common.flags import changed_defaults, flag_specs
+from common.training.parse import arguments_of
+from common.training.schedule import ScheduleFlags
+from extras.families.decoders.causal_arguments import DecayFlags
+
+given = {"learning_rate": 1.0, "lr_scheduler_type": "sqrt", "warmup_steps": 2.0}
+for flags in (ScheduleFlags(**given, min_lr_rate=0.2), DecayFlags(**given, min_lr=0.2)):
+    flags.check()
+    print(*(f"{flags.schedule(18)(step):.6f}" for step in (0, 1, 6, 17)))
+for task in ("mlm", "clm"):
+    specs = flag_specs(changed_defaults(arguments_of(StrategyFlags, task)))
+    (spec,) = (spec for spec in specs if spec.name == "lr_scheduler_type")
+    print("sqrt" in spec.choices, "sqrt: falls as the square root of the way" in spec.help)
+""",
+    )
+    # 1 - 0.8 times the root of 4 and 15 of 16 steps done; of decoders of 5 and 16, and the warm-up ends at the peak.
+    assert found[0] == "0.000000 0.500000 0.600000 0.225403"
+    assert found[1] == "0.500000 1.000000 0.552786 0.200000"
+    assert found[2:] == ["True True"] * 2
