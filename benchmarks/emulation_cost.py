@@ -59,8 +59,8 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     from common.models.esm2.alphabet import MASK
     from common.models.esm2.config import load_config
     from common.models.esm2.model import build_model
-    from common.precision.plan import resolve
     from extras.formats.emulation import Emulation
+    from extras.formats.plan import resolve
     from extras.formats.stats import QuantStats
     from extras.formats.stats_plan import select
 

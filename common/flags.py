@@ -23,13 +23,15 @@ T = TypeVar("T")
 LEVELS = ("unlisted", "required", "advanced")  # of a flag in --help, see `Flags`; the first that names it counts
 
 
-def flag(default, text: str, *aliases: str, choices: Iterable[str] = ()):
+def flag(default, text: str, *aliases: str, choices: Iterable[str] | Callable[[], Iterable[str]] = ()):
     """A field of a dataclass of flags: its default, its line of help, and other names of it on a command line.
 
-    choices: all values but None that it may have once `Flags.resolve` is done; empty: any.
+    choices: all values but None that it may have once `Flags.resolve` is done; empty: any. A function of them, where
+    extras name them.
     """
     names = [f"--{name}" for name in aliases]
-    return field(default=default, metadata={"help": text, "aliases": names, "choices": tuple(choices)})
+    choices = choices if callable(choices) else tuple(choices)
+    return field(default=default, metadata={"help": text, "aliases": names, "choices": choices})
 
 
 class Missing(NamedTuple):
@@ -267,6 +269,7 @@ def flag_specs(args: Any) -> list[FlagSpec]:
             metadata = each.metadata | (dict(changed[each.name].metadata) if each.name in changed else {})
             text = metadata.get("help") or each.metadata.get("help", "")
             choices = metadata.get("choices") or each.metadata.get("choices", ())
+            choices = tuple(choices()) if callable(choices) else choices
             level = next((level for level, names in named.items() if each.name in names), "")
             annotations = ((kind, vars(kind).get("__annotations__", ())) for kind in reversed(type(part).__mro__))
             declares = (kind for kind, names in annotations if each.name in names)

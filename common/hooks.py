@@ -100,23 +100,29 @@ class Catalogue(Protocol):
 
     # ---- number formats below bf16, and their statistics ----
 
-    def quantised(self, model: Any, plan: Any, quantise_weights: bool, key: int) -> Any:
-        """--fp8, --fp4: the layers of Transformer Engine."""
+    def fp8_formats(self) -> dict[str, str]:
+        """Value of --fp8_recipe: the module that defines FORMAT."""
 
-    def emulation(self, model: Any, plan: Any, seed: int, device: Any, replicas: int, group: Any) -> Any:
-        """--emulate_precision."""
+    def fp4_formats(self) -> dict[str, str]:
+        """Value of --fp4_format: the same."""
 
-    def scaled_matmuls(self, model: Any, plan: Any, world: Any) -> None:
-        """--fp8_scaled_mm."""
+    def fp8_recipe(self, name: str) -> str:
+        """The value of --fp8_recipe for Transformer Engine's name; any other name as it is."""
+
+    def check_formats(self, flags: Any) -> None:
+        """--fp8, --fp4: UserError for flags that contradict each other."""
+
+    def choose_formats(self, flags: Any, config: Any, device: Any, backend: str, why: str, sharded: bool) -> Any:
+        """The format of each layer."""
+
+    def te_statistics(self, flags: Any, plan: Any, world: Any, directory: Path | None) -> Any:
+        """--quant_stats of Transformer Engine's layers, which are built next; None of others."""
+
+    def set_formats(self, model: Any, plan: Any, flags: Any, seed: int, world: Any, te_stats: Any) -> Any:
+        """Give the layers their formats: a `Precision`."""
 
     def check_statistics(self, file: str) -> None:
         """--quant_stats_file."""
-
-    def te_statistics(self, flags: Any, plan: Any, world: Any, directory: Path) -> Any:
-        """--quant_stats of Transformer Engine's layers."""
-
-    def emulated_statistics(self, flags: Any, plan: Any, world: Any, emulation: Any) -> Any:
-        """--quant_stats of emulated layers."""
 
     def statistics_file(self) -> str:
         """The name of their file."""

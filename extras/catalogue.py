@@ -184,42 +184,53 @@ def record_graphs(task: Any) -> None:
 # ---- number formats below bf16, and their statistics ----
 
 
-def quantised(model: Any, plan: Any, quantise_weights: bool, key: int) -> Any:
-    from extras.formats.te import Quantised
-
-    return Quantised(model, plan, quantise_weights, key)
-
-
-def emulation(model: Any, plan: Any, seed: int, device: Any, replicas: int, group: Any) -> Any:
-    from extras.formats.emulation import Emulation
-
-    return Emulation(model, plan, seed, device, replicas, group)
+def fp8_formats() -> dict[str, str]:
+    return {
+        "delayed": "extras.formats.delayed",
+        "current": "extras.formats.current",
+        "block": "extras.formats.block",
+        "mxfp8": "extras.formats.mxfp8",
+    }
 
 
-def scaled_matmuls(model: Any, plan: Any, world: Any) -> None:
-    from extras.speed.scaled_mm import use_scaled_mm
+def fp4_formats() -> dict[str, str]:
+    return {"e2m1": "extras.formats.nvfp4"}
 
-    use_scaled_mm(model, plan, world)
+
+def fp8_recipe(name: str) -> str:
+    from extras.formats.plan import our_name
+
+    return our_name(name)
+
+
+def check_formats(flags: Any) -> None:
+    from extras.formats.plan import recipes
+
+    recipes(flags)
+
+
+def choose_formats(flags: Any, config: Any, device: Any, backend: str, why: str, sharded: bool) -> Any:
+    from extras.formats.build import choose_plan
+
+    return choose_plan(flags, config, device, backend, why, sharded)
+
+
+def te_statistics(flags: Any, plan: Any, world: Any, directory: Path | None) -> Any:
+    from extras.formats.build import start_te_stats
+
+    return start_te_stats(flags, plan, world, directory)
+
+
+def set_formats(model: Any, plan: Any, flags: Any, seed: int, world: Any, te_stats: Any) -> Any:
+    from extras.formats.build import set_formats
+
+    return set_formats(model, plan, flags, seed, world, te_stats)
 
 
 def check_statistics(file: str) -> None:
     from extras.formats.stats_plan import read_file
 
     read_file(file)
-
-
-def te_statistics(flags: Any, plan: Any, world: Any, directory: Path) -> Any:
-    from extras.formats.stats_plan import select
-    from extras.formats.stats_te import TeStats
-
-    return TeStats(select(flags, plan), plan, world, directory)
-
-
-def emulated_statistics(flags: Any, plan: Any, world: Any, emulation: Any) -> Any:
-    from extras.formats.stats import QuantStats
-    from extras.formats.stats_plan import select
-
-    return QuantStats(emulation, select(flags, plan), world)
 
 
 def statistics_file() -> str:

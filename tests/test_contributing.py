@@ -14,11 +14,10 @@ from tests.typed import blocks, sh
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def example(heading: str) -> str:
+def examples(heading: str) -> list[str]:
     """The Python of a section."""
     (section,) = re.findall(rf"^### {heading}.*?(?=^##)", PAGE, re.DOTALL | re.MULTILINE)
-    (block,) = blocks(section, "python")
-    return block
+    return blocks(section, "python")
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def checkout(tmp_path) -> Path:
 def insert(path: Path, text: str, before: str) -> None:
     old = path.read_text()
     assert old.count(before) == 1
-    path.write_text(old.replace(before, f"{text}\n\n{before}"))
+    path.write_text(old.replace(before, text + before))
 
 
 def printed_by(checkout: Path, program: str) -> list[str]:
@@ -43,7 +42,8 @@ def printed_by(checkout: Path, program: str) -> list[str]:
 
 
 def test_schedule_is_one_function(checkout):
-    insert(checkout / "common/training/schedule.py", example("A schedule"), "# ---- flags and lengths")
+    (function,) = examples("A schedule")
+    insert(checkout / "common/training/schedule.py", f"{function}\n\n", "# ---- flags and lengths")
     found = printed_by(
         checkout,
         """
@@ -68,3 +68,35 @@ for task in ("mlm", "clm"):
     assert found[0] == "0.000000 0.500000 0.600000 0.225403"
     assert found[1] == "0.500000 1.000000 0.552786 0.200000"
     assert found[2:] == ["True True"] * 2
+
+
+def test_number_format_is_one_file_and_one_line(checkout):
+    module, line = examples("A number format")
+    (checkout / "extras/formats/rows.py").write_text(module)
+    insert(checkout / "extras/catalogue.py", line, '        "mxfp8": ')
+    found = printed_by(
+        checkout,
+        """
+import extras
+import torch
+from common.flags import checked
+from common.models.esm2.config import esm2_config
+from common.models.esm2.model import build_model
+from common.precision.plan import PrecisionFlags
+from extras.formats.casts import COLUMNS, INPUT
+from extras.formats.emulation import Emulation
+from extras.formats.plan import describe, resolve
+
+flags = checked(PrecisionFlags(bf16=True, fp8=True, fp8_recipe="rows", emulate_precision=True))
+model, plan = build_model(esm2_config(1, 32, 2), seed=1), resolve(flags, 1)
+print(describe(plan, "BF16").splitlines()[1])
+Emulation(model, plan, seed=1)
+matmul = model.encoder.layers[0].self_attention.proj.matmul
+x = torch.tensor([[448.0, 100.0, -3.0], [1344.0, 300.0, 9.0]])
+values, scale = matmul.quantize(x, INPUT, COLUMNS, torch.bfloat16)
+print(values.dtype, (values * scale).round().int().tolist())
+""",
+    )
+    # Each row's largest value becomes 448; 100 lies between 96 and 104, and goes to the even mantissa.
+    assert found[0].strip() == "1       FP8, a scale a row, hybrid"
+    assert found[1] == "torch.float32 [[448, 96, -3], [1344, 288, 9]]"

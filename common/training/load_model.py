@@ -21,7 +21,7 @@ from common.models.layers.compiling import check_cuda_graphs, compile_layers, ke
 from common.models.layers.hf_directory import is_checkpoint
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
-from common.precision.build import choose_plan, set_formats, start_te_stats
+from common.precision.build import Precision
 from common.training.arguments import RunArguments
 from common.training.task import BuiltModel
 from common.training.usable import damage_of, newest_usable
@@ -57,13 +57,18 @@ def load_model(
     software |= {"bf16_residual": str(choice.bf16_residual)}
     world.assert_same(flags | software | {f"model's {name}": value for name, value in asdict(config).items()})
     with world.raise_together():
-        plan = choose_plan(args.precision, config, world.device, backend, choice.why, sharded=shard is not None)
-        te_stats = start_te_stats(
-            args.precision, plan, world, args.precision.stats_directory(args.checkpoint.output_dir)
-        )
+        plan = te_stats = None
+        if args.precision.below_bf16:
+            plan = extra().choose_formats(
+                args.precision, config, world.device, backend, choice.why, sharded=shard is not None
+            )
+            directory = args.precision.stats_directory(args.checkpoint.output_dir)
+            te_stats = extra().te_statistics(args.precision, plan, world, directory)
         with torch.device("meta"):
             model = choice.make()
-        precision = set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
+        precision = Precision()
+        if plan is not None:
+            precision = extra().set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
         if world.cp_group is not None:
             extra().context_parallel(model, world.cp_group, args.model.cp_comm_type)
         # For a new shape a GPU's libraries select kernels again, and its allocator takes memory. On a CPU fillers

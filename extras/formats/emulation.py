@@ -23,69 +23,10 @@ from common.data.counter_rng import ROUNDING, derive_key
 from common.distributed.world import World
 from common.models.layers.linear import linear
 from common.models.layers.residual import Model
-from common.precision.plan import DelayedScaling, NVFP4BlockScaling, Plan, Recipe
-from extras.formats.casts import (
-    COLUMNS,
-    GRADIENT,
-    INPUT,
-    ROLES,
-    ROWS,
-    WEIGHT,
-    Element,
-    Quantized,
-    element_of,
-    fp8_scale,
-    quantize_operand,
-    quantize_tensor,
-    tensor_amax,
-    transformed,
-)
+from extras.formats.casts import COLUMNS, GRADIENT, INPUT, ROLES, ROWS, WEIGHT, Quantized
+from extras.formats.recipe import Plan, Recipe
 
 Factor = tuple[Tensor, Tensor]  # values, scale: see extras.formats.casts
-
-
-class DelayedScales:
-    """FP8's delayed scaling: the amax history and scales of as many tensors as there are `elements`, their formats.
-
-    Scales change between optimiser steps: all micro-batches of all ranks of a step use the same scales, and their
-    amaxes are combined. So they depend on neither the number of ranks nor on accumulation. (Transformer Engine updates
-    after every micro-batch, which is the same without accumulation.)
-
-    `state` is what a checkpoint holds; it is updated in place.
-    """
-
-    def __init__(self, recipe: DelayedScaling, elements: list[Element], device: torch.device | str):
-        self.recipe, self.elements = recipe, elements
-        count = len(elements)
-        self.state = {
-            "amax_history": torch.zeros(recipe.amax_history_len, count, device=device),
-            "scale": torch.ones(count, device=device),
-        }
-        self.amax = torch.zeros(count, device=device)  # of the current step, on this rank
-
-    def scale(self, number: int) -> Tensor:
-        return self.state["scale"][number]
-
-    def record(self, number: int, amax: Tensor) -> None:
-        """Called once or, by a recomputed forward pass, twice: the maximum is the same."""
-        seen = self.amax[number]
-        torch.maximum(seen, amax, out=seen)
-
-    @torch.no_grad()
-    def end_step(self, world: World, skipped: bool) -> None:
-        """Scales for the next step. A skipped step's amaxes may be NaN: they are dropped."""
-        if skipped:
-            self.amax.zero_()
-            return
-        history, scale = self.state["amax_history"], self.state["scale"]
-        latest = world.max(self.amax)
-        seen = latest != 0  # a tensor of zeros keeps its history and its scale
-        history[:, seen] = torch.cat((latest[None], history[:-1]))[:, seen]
-        amax = history[0] if self.recipe.amax_compute_algo == "most_recent" else history.amax(0)
-        for element in set(self.elements):
-            at = seen & torch.tensor([e == element for e in self.elements], device=scale.device)
-            scale[at] = fp8_scale(amax[at], element, scale[at] * 2**self.recipe.margin) / 2**self.recipe.margin
-        self.amax.zero_()
 
 
 class Watcher(Protocol):
@@ -119,13 +60,12 @@ class Emulation:
         # The current pack holds fillers only: how many such packs there are depends on the number of ranks.
         self.empty = False
         self.watcher: Watcher | None = None  # set in steps that log statistics
-        self.scales: DelayedScales | None = None
+        self.scales: Any = None  # of a format that keeps them from step to step
         # Of each layer the number of its first matmul, among those of all.
         self.first = list(accumulate(map(count_matmuls, model.layers), initial=0))
-        if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
+        if keeping := next((recipe for recipe in plan if recipe is not None and recipe.keeps_scales), None):
             # For all layers, whatever their format: a checkpoint fits a run with another plan.
-            elements = [element_of(delayed, role) for _ in range(self.first[-1]) for role in ROLES]
-            self.scales = DelayedScales(delayed, elements, device)
+            self.scales = keeping.new_scales(self.first[-1], device)
         set_matmuls(model, plan, partial(EmulatedMatmul, self))
 
     def begin_pack(self, step: int, pack: int, empty: bool = False) -> None:
@@ -217,25 +157,22 @@ class EmulatedMatmul:
 
     def quantize(self, x: Tensor, role: int, along: int, dtype: torch.dtype, key: int = 0) -> Factor:
         """x [R, C] as the factor of a matmul in `dtype` that sums over its columns or its rows."""
-        cast = transformed(self.recipe, x, role, along)
+        cast = self.recipe.transform(x, role, along)
         quantized = self._quantize(cast, role, along, key)
         if self.emulation.watcher:
             self.emulation.watcher.operand(self.layer, self.matmul, role, along, x, cast, quantized)
         return quantized.values.to(dtype) if self.recipe.exact_in_bf16 else quantized.values, quantized.scale
 
     def _quantize(self, x: Tensor, role: int, along: int, key: int) -> Quantized:
-        if not isinstance(self.recipe, DelayedScaling):
-            stochastic = role == GRADIENT and isinstance(self.recipe, NVFP4BlockScaling)
-            noise_key = derive_key(key, self.layer, self.matmul, along) if stochastic else 0
-            return quantize_operand(self.recipe, x, role, along, noise_key, self.emulation.group)
+        if not self.recipe.keeps_scales:
+            draws = role == GRADIENT and self.recipe.draws
+            noise_key = derive_key(key, self.layer, self.matmul, along) if draws else 0
+            return self.recipe.quantize(x, role, along, noise_key, self.emulation.group)
         number = (self.emulation.first[self.layer] + self.matmul) * len(ROLES) + role
-        scales = self.emulation.scales
-        assert scales is not None  # of a plan with delayed scaling
-        # Histories and scales are in units of the global batch: the same on any number of ranks.
         ranks = self.emulation.ranks if role == GRADIENT else 1
-        if self.emulation.training and not self.emulation.empty:
-            scales.record(number, tensor_amax(x) / ranks)
-        return quantize_tensor(x, scales.scale(number) / ranks, element_of(self.recipe, role))
+        return self.emulation.scales.quantize(
+            number, x, ranks, counts=self.emulation.training and not self.emulation.empty
+        )
 
     def watch_result(self, tensor: str, x: Tensor) -> None:
         """x: the `output`, `dgrad` or `wgrad` of a matmul."""

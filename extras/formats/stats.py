@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from common.distributed.world import World
-from common.precision.plan import NVFP4BlockScaling, Plan, Recipe
-from extras.formats.casts import COLUMNS, E2M1, ROWS, Element, Quantized, blocked, element_of, quantize_operand
+from extras.formats.casts import COLUMNS, ROWS, Element, Quantized, blocked
 from extras.formats.emulation import Emulation
+from extras.formats.recipe import Plan, Recipe
 from extras.formats.stats_plan import MODULES, OPERANDS, RECIPES, RESULTS, Key, Selection, split_stat
 
 # The matmuls that an operand enters, quantised along its columns and along its rows.
@@ -77,14 +77,13 @@ class Statistics:
         """
         tensor, recipe = OPERANDS[role], self.plan[layer]
         if (number := self._new(layer, matmul, tensor, along, "")) is not None:
-            element = E2M1 if isinstance(recipe, NVFP4BlockScaling) else element_of(recipe, role)
-            self._add(number, *measure(cast, quantized, element))
+            self._add(number, *measure(cast, quantized, recipe.element(role)))
         for name, kind in RECIPES.items():
             for direction in (COLUMNS, ROWS):
                 if (number := self._new(layer, matmul, tensor, direction, name)) is not None:
                     other = kind(recipe.fp8_format)
-                    would = quantize_operand(other, x, role, direction)
-                    self._add(number, *measure(x, would, element_of(other, role)))
+                    would = other.quantize(x, role, direction)
+                    self._add(number, *measure(x, would, other.element(role)))
 
     def result(self, layer: int, matmul: int, tensor: str, x: Tensor) -> None:
         """x: the result (`output`, `dgrad` or `wgrad`) of a matmul."""

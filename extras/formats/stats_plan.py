@@ -15,28 +15,15 @@ from pathlib import Path
 import yaml
 
 from common.cli import UserError
-from common.precision.plan import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Plan,
-    PrecisionFlags,
-    Recipe,
-)
+from common.precision.plan import PrecisionFlags
+from extras.formats.recipe import Plan, Recipe, fp8_formats
 
 OPERANDS = ("activation", "weight", "gradient")
 RESULTS = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}  # tensor: the matmul it is the result of
 QUANTISED = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse")
 PLAIN = ("min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range")
 # Before a statistic of `QUANTISED`: what that recipe makes, or would make of the tensor.
-RECIPES = {
-    "fp8_delayed_scaling": DelayedScaling,
-    "fp8_current_scaling": CurrentScaling,
-    "fp8_block_scaling": BlockScaling,
-    "mxfp8": MXFP8BlockScaling,
-}
+RECIPES = {kind.stat_name: kind for kind in fp8_formats().values() if kind.stat_name}
 FP8, FP4, TENSOR = "LogFp8TensorStats", "LogNvfp4TensorStats", "LogTensorStats"
 
 _ALIASES = {"fprop": "output"}  # as the guides' file has it
@@ -91,7 +78,8 @@ MODULES = {
     "fc2": "layernorm_mlp.fc2",
 }
 
-_DELAYED = "fp8_delayed_scaling"  # of its own layers only: elsewhere there are no histories
+# Of its own layers only: elsewhere there are no histories.
+_DELAYED = next(name for name, kind in RECIPES.items() if kind.keeps_scales)
 DEFAULT_FREQ = 10
 DEFAULT_STATS = (*QUANTISED, "cur_amax", "l2_norm", "mean", "std")
 Key = tuple[int, str, str]  # layer from 1, of MODULES, of OPERANDS or RESULTS
@@ -129,7 +117,7 @@ def select(flags: PrecisionFlags, plan: Plan) -> Selection:
 def _of_matmul(name: str, recipe: Recipe, sections: list[Section], given: str) -> Iterator[tuple[str, Wanted]]:
     """(tensor, what) of a matmul in the format of `recipe`. UserError, after `given`, where that cannot be."""
     # Either feature means the format that the layer has; of two sections, that with the layer's own counts.
-    own, other = (FP4, FP8) if isinstance(recipe, NVFP4BlockScaling) else (FP8, FP4)
+    own, other = (FP4, FP8) if recipe.stat_feature == FP4 else (FP8, FP4)
     accepting = [section for section in sections if section.accepts(name)]
     if len(accepting) > 1:
         accepting = [section for section in accepting if own in section.features] or accepting
@@ -143,7 +131,7 @@ def _of_matmul(name: str, recipe: Recipe, sections: list[Section], given: str) -
         if own in features:  # what the layer would be in other recipes
             found += [(tensor, wanted.of_recipes()) for tensor, wanted in features.get(other, {}).items()]
         for tensor, wanted in found:
-            if not isinstance(recipe, DelayedScaling) and any(split_stat(s)[0] == _DELAYED for s in wanted.stats):
+            if not recipe.keeps_scales and any(split_stat(s)[0] == _DELAYED for s in wanted.stats):
                 raise UserError(
                     f"{given}: {section.name}: {name} is in {recipe.title}: there is no history for {_DELAYED}: drop "
                     "it there"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.precision.plan import Plan
-from extras.formats.casts import COLUMNS, ROWS, transformed
+from extras.formats.casts import COLUMNS, ROWS
+from extras.formats.recipe import Plan
 from extras.formats.stats import Statistics
 from extras.formats.stats_plan import MODULES, OPERANDS, RESULTS, Selection
 
@@ -76,8 +76,6 @@ class TeStats(Statistics):
 
     def inspect(self, layer: int, matmul: int, tensor: str, x, quantized) -> None:
         """Of one tensor, before the cast, [..., C], and after it (of an operand), in Transformer Engine's storage."""
-        from extras.formats.te import stored
-
         if (matmul, tensor) == (_FC1, "dgrad") and layer not in self._past_fc2:
             self._past_fc2.add(layer)
             matmul = _FC2
@@ -85,10 +83,10 @@ class TeStats(Statistics):
         if tensor in RESULTS:
             self.result(layer, matmul, tensor, x)
             return
-        role = OPERANDS.index(tensor)
-        for along in (COLUMNS,) if self.plan[layer].whole_tensor else (COLUMNS, ROWS):
-            if (became := stored(quantized, along)) is not None:
-                self.operand(layer, matmul, role, along, x, transformed(self.plan[layer], x, role, along), became)
+        role, recipe = OPERANDS.index(tensor), self.plan[layer]
+        for along in (COLUMNS,) if recipe.whole_tensor else (COLUMNS, ROWS):
+            if (became := recipe.stored(quantized, along)) is not None:
+                self.operand(layer, matmul, role, along, x, recipe.transform(x, role, along), became)
 
 
 def _register(stats: TeStats) -> None:

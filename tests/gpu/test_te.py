@@ -20,8 +20,12 @@ from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.family import NO_KERNEL
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.recompute import save_activations
-from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from extras.formats.block import BlockScaling
+from extras.formats.current import CurrentScaling
+from extras.formats.delayed import DelayedScaling
 from extras.formats.emulation import Emulation
+from extras.formats.mxfp8 import MXFP8BlockScaling
+from extras.formats.nvfp4 import NVFP4BlockScaling
 from tests.gpu import test_training
 from tests.gpu.test_training import on_gpu, relative
 from tests.models.reference import ours_like, packed, random_batch, reference_model

@@ -10,13 +10,14 @@ from common.distributed.world import World
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.models.layers.linear import linear
-from common.precision import plan as precision_plan
 from common.precision.plan import PrecisionFlags
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.model import DecoderForCausalLM
 from extras.formats import emulation as fake_quant
-from extras.formats.casts import hadamard_matrix
+from extras.formats.delayed import DelayedScaling
 from extras.formats.emulation import Emulation
+from extras.formats.nvfp4 import hadamard_matrix
+from extras.formats.plan import resolve
 from tests.precision import format_reference as reference
 from tests.training_fixtures import TINY_OVERRIDES, losses, train
 
@@ -40,7 +41,7 @@ TOKENS, INPUTS, OUTPUTS = 64, 96, 160
 def tiny_model(**flags):
     config = override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES)
     model = build_model(config, seed=1)
-    plan = precision_plan.resolve(PrecisionFlags(**flags), config.num_hidden_layers)
+    plan = resolve(PrecisionFlags(**flags), config.num_hidden_layers)
     return model, Emulation(model, plan, seed=1)
 
 
@@ -236,7 +237,7 @@ def test_emulated_experts_have_scales_of_their_own():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = DecoderConfig("mixtral", 32, **sizes, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=1)
     model = DecoderForCausalLM(config)
-    emulation = Emulation(model, (precision_plan.DelayedScaling(),) * 2, seed=1)
+    emulation = Emulation(model, (DelayedScaling(),) * 2, seed=1)
     assert emulation.state["scale"].shape == (2 * (2 + 2 * 3) * 3,)
     weight = torch.randn(3 * 64, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
     x = (torch.arange(1, 10.0)[:, None] * torch.ones(16)).requires_grad_()

@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from common.data.counter_rng import hash_counters
-from common.precision.plan import BlockScaling, CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from extras.formats import block as fp8_block
 from extras.formats import casts as formats
+from extras.formats import mxfp8, nvfp4
+from extras.formats.block import BlockScaling
+from extras.formats.current import CurrentScaling
+from extras.formats.mxfp8 import MXFP8BlockScaling
+from extras.formats.nvfp4 import NVFP4BlockScaling
+from extras.formats.recipe import Recipe
 from tests.precision import format_reference as reference
 from tests.precision.samples import samples
 
@@ -80,7 +86,7 @@ def test_fp8_scale_is_unchanged_without_amax():
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
 def test_fp8_blocks_may_be_partial(element, power_of_2, block):
     for name, x in samples((130, 160)).items():
-        values, scale, _ = formats.quantize_fp8_blocks(x, block, element, power_of_2)
+        values, scale, _ = fp8_block.quantize_fp8_blocks(x, block, element, power_of_2)
         assert equal(values, reference.fp8_blocks(x.numpy(), block, NUMBERS[element], power_of_2)), name
         assert scale == 1
 
@@ -90,7 +96,7 @@ def test_fp8_blocks_may_be_partial(element, power_of_2, block):
 @pytest.mark.parametrize("shape", [(64, 64), (33, 40)])
 def test_mxfp8_equals_reference(element, block, shape):
     for name, x in samples(shape).items():
-        values, scale, _ = formats.quantize_mx(x, block, element)
+        values, scale, _ = mxfp8.quantize_mx(x, block, element)
         assert equal(values, reference.mx(x.numpy(), block, NUMBERS[element])), name
         assert scale == 1
 
@@ -101,7 +107,7 @@ def test_mxfp8_scale_is_smallest_that_fits():
     amax = amax[(amax > 1e-30) & (amax < 2.0**127)]
     x = torch.zeros(len(amax), 32)
     x[:, 0] = amax
-    values, *_ = formats.quantize_mx(x, (1, 32))
+    values, *_ = mxfp8.quantize_mx(x, (1, 32))
     found, exact = values[:, 0].double().numpy(), amax.double().numpy()
     step = 2.0 ** np.ceil(np.log2(exact / 448))
     # At half the step, amax would not fit; at twice the step, it would be below 224 steps.
@@ -114,7 +120,7 @@ def test_mxfp8_scale_is_smallest_that_fits():
 @pytest.mark.parametrize("shape", [(32, 48), (17, 40)])
 def test_nvfp4_equals_reference(block, shape):
     for name, x in samples(shape).items():
-        values, scale, _ = formats.quantize_nvfp4(x, block)
+        values, scale, _ = nvfp4.quantize_nvfp4(x, block)
         expected, expected_scale = reference.nvfp4(x.numpy(), block)
         assert scale.item() == expected_scale, name
         assert equal(values, expected), name
@@ -133,9 +139,9 @@ def test_formats_keep_nan_and_saturate_inf(x):
     tensor = torch.ones(32, 64)
     tensor[0, 0] = x
     for values, scale, _ in (
-        formats.quantize_mx(tensor, (1, 32)),
-        formats.quantize_nvfp4(tensor, (1, 16)),
-        formats.quantize_fp8_blocks(tensor, (1, 128)),
+        mxfp8.quantize_mx(tensor, (1, 32)),
+        nvfp4.quantize_nvfp4(tensor, (1, 16)),
+        fp8_block.quantize_fp8_blocks(tensor, (1, 128)),
         formats.quantize_tensor(tensor, formats.fp8_scale(formats.tensor_amax(tensor), formats.E4M3), formats.E4M3),
     ):
         result = values * scale
@@ -147,9 +153,9 @@ def test_formats_keep_nan_and_saturate_inf(x):
     "quantize",
     [
         lambda x: formats.quantize_tensor(x, torch.tensor(37.0), formats.E4M3),
-        lambda x: formats.quantize_fp8_blocks(x, (1, 128)),
-        lambda x: formats.quantize_mx(x, (32, 1)),
-        lambda x: formats.quantize_nvfp4(x, (1, 16)),
+        lambda x: fp8_block.quantize_fp8_blocks(x, (1, 128)),
+        lambda x: mxfp8.quantize_mx(x, (32, 1)),
+        lambda x: nvfp4.quantize_nvfp4(x, (1, 16)),
     ],
 )
 def test_formats_are_exact_in_bf16_and_keep_input(quantize):
@@ -170,8 +176,8 @@ def test_noise_is_keyed_hash():
     for key, count in ((5, 24), ((1 << 64) - 3, 1001)):
         words = hash_counters(key, np.arange(-(-count // 8)))
         expected = (words.view(np.uint8)[:count].astype(np.float32) - 127.5) / 256
-        assert np.array_equal(formats.rounding_noise(key, count).numpy(), expected)
-    assert not torch.equal(formats.rounding_noise(1, 64), formats.rounding_noise(2, 64))
+        assert np.array_equal(nvfp4.rounding_noise(key, count).numpy(), expected)
+    assert not torch.equal(nvfp4.rounding_noise(1, 64), nvfp4.rounding_noise(2, 64))
 
 
 def test_stochastic_rounding_is_unbiased():
@@ -183,7 +189,7 @@ def test_stochastic_rounding_is_unbiased():
     """
     n = 4096
     x = torch.arange(-192, 193).float()[:, None] / 32
-    noise = formats.rounding_noise(11, len(x) * n).view(len(x), n)
+    noise = nvfp4.rounding_noise(11, len(x) * n).view(len(x), n)
     rounded = formats.round_to(x.expand(-1, n).clone(), formats.E2M1, noise)
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
     fraction = (x.abs() / step) % 1
@@ -195,11 +201,11 @@ def test_stochastic_rounding_is_unbiased():
 
 def test_stochastic_nvfp4_is_keyed_and_unbiased():
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
-    first, scale, _ = formats.quantize_nvfp4(x, (1, 16), key=1)
-    assert torch.equal(first, formats.quantize_nvfp4(x, (1, 16), key=1)[0])
-    assert not torch.equal(first, formats.quantize_nvfp4(x, (1, 16), key=2)[0])
+    first, scale, _ = nvfp4.quantize_nvfp4(x, (1, 16), key=1)
+    assert torch.equal(first, nvfp4.quantize_nvfp4(x, (1, 16), key=1)[0])
+    assert not torch.equal(first, nvfp4.quantize_nvfp4(x, (1, 16), key=2)[0])
     n = 2000
-    mean = sum(formats.quantize_nvfp4(x, (1, 16), key=k)[0].double() for k in range(n)) / n * scale
+    mean = sum(nvfp4.quantize_nvfp4(x, (1, 16), key=k)[0].double() for k in range(n)) / n * scale
     block_amax = x.abs().unflatten(1, (4, 16)).amax(2, keepdim=True).expand(-1, -1, 16).flatten(1)
     # E4M3 rounds a block's scale by up to 1/16; where down, the largest values clip at 6: they alone are biased.
     inside = x.abs() < block_amax * (1 - 1 / 16)
@@ -209,17 +215,17 @@ def test_stochastic_nvfp4_is_keyed_and_unbiased():
 
 
 def test_hadamard_is_orthogonal_and_keeps_product():
-    matrix = formats.hadamard_matrix()
+    matrix = nvfp4.hadamard_matrix()
     assert torch.equal(matrix @ matrix.t(), torch.eye(16))
     assert torch.equal(matrix.abs(), torch.full((16, 16), 0.25))
     assert len(set(matrix.sign()[:, 0].tolist())) == 2  # not Sylvester's, whose first column is all ones
     x, y = (torch.randn(48, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (8, 24))
-    torch.testing.assert_close(formats.hadamard_rows(x).t() @ formats.hadamard_rows(y), x.t() @ y)
+    torch.testing.assert_close(nvfp4.hadamard_rows(x).t() @ nvfp4.hadamard_rows(y), x.t() @ y)
     by_hand = torch.cat([matrix.double().t() @ part for part in x.split(16)])
-    torch.testing.assert_close(formats.hadamard_rows(x), by_hand)
+    torch.testing.assert_close(nvfp4.hadamard_rows(x), by_hand)
     outlier = torch.zeros(16, 1)
     outlier[3] = 16.0
-    assert torch.equal(formats.hadamard_rows(outlier).abs(), torch.full((16, 1), 4.0))
+    assert torch.equal(nvfp4.hadamard_rows(outlier).abs(), torch.full((16, 1), 4.0))
 
 
 # ---- in bf16 -----------------------------------------------------------------------------------------------------
@@ -240,7 +246,7 @@ def test_format_says_whether_bf16_holds_its_values(recipe):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(256, 256, generator=generator)
     for role in (formats.INPUT, formats.WEIGHT, formats.GRADIENT):
-        values = formats.quantize_operand(recipe, x, role, formats.COLUMNS).values
+        values = recipe.quantize(x, role, formats.COLUMNS).values
         assert torch.equal(values.bfloat16().float(), values.float()) == recipe.exact_in_bf16
 
 

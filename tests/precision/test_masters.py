@@ -16,10 +16,10 @@ import torch
 from common.cli import UserError
 from common.distributed.strategy import replicate
 from common.models.esm2.config import esm2_config
-from common.precision.build import choose_plan
 from common.precision.plan import PrecisionFlags
 from common.training.load_model import load_model
 from common.training.loop import train
+from extras.formats.build import choose_plan
 from extras.formats.masters import Masters
 from tests.data_fixtures import load_script
 from tests.training.checkpoint_fixtures import exported, files_of

@@ -7,21 +7,15 @@ import pytest
 from common.cli import UserError
 from common.flags import checked, parse_arguments
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, load_config
-from common.precision.plan import (
-    FP8_RECIPES,
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    PrecisionFlags,
-    check_device,
-    check_dimensions,
-    describe,
-    recipes,
-    resolve,
-)
+from common.precision.plan import PrecisionFlags
 from common.shape_buckets import SHAPE_MULTIPLE
+from extras.formats.block import BlockScaling
+from extras.formats.current import CurrentScaling
+from extras.formats.delayed import DelayedScaling
+from extras.formats.mxfp8 import MXFP8BlockScaling
+from extras.formats.nvfp4 import NVFP4BlockScaling
+from extras.formats.plan import check_device, check_dimensions, describe, recipes, resolve
+from extras.formats.recipe import fp8_formats
 
 LETTERS = {DelayedScaling: "8", NVFP4BlockScaling: "4", type(None): "-"}
 
@@ -218,7 +212,7 @@ def test_plan_requires_size_multiples(recipe, multiple):
 
 
 def test_plan_every_esm2_fits_every_format():
-    multiples = {kind.multiple for kind in (*FP8_RECIPES.values(), NVFP4BlockScaling)}
+    multiples = {kind.multiple for kind in (*fp8_formats().values(), NVFP4BlockScaling)}
     assert multiples == {16, 32}
     for name in ESM2_SIZES:
         config = load_config(name)

@@ -9,9 +9,11 @@ from common.cli import UserError
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.models.layers.compiling import compile_layers
-from common.precision.build import choose_plan, set_formats
-from common.precision.plan import CurrentScaling, PrecisionFlags, recipes
+from common.precision.plan import PrecisionFlags
+from extras.formats.build import choose_plan, set_formats
+from extras.formats.current import CurrentScaling
 from extras.formats.emulation import GRADIENT, INPUT, WEIGHT
+from extras.formats.plan import recipes
 from extras.speed.scaled_mm import ScaledMatmul
 from tests.models.reference import packed, random_batch
 from tests.precision.test_emulation import ALONE, by_definition, close, operands
@@ -39,8 +41,9 @@ def gradients(compiled: list | None = None, **flags) -> torch.Tensor:
     """All of a tiny model's, of one pack. compiled: the layers are, and their graphs are added to it."""
     chosen = PrecisionFlags(**({"fp8": True, "fp8_recipe": "current"} if flags else {}), **flags)
     model = build_model(override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES), seed=1)
-    plan = choose_plan(chosen, model.config, ALONE.device, "torch", "", False)
-    set_formats(model, plan, chosen, 1, ALONE, None)
+    if flags:
+        plan = choose_plan(chosen, model.config, ALONE.device, "torch", "", False)
+        set_formats(model, plan, chosen, 1, ALONE, None)
     if compiled is not None:
         torch.compiler.reset()
         compile_layers(model, "cpu", lambda graph, _: compiled.append(graph) or graph.forward)

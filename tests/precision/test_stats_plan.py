@@ -12,7 +12,7 @@ import yaml
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.precision.plan import resolve
+from extras.formats.plan import resolve
 from extras.formats.stats_plan import MODULES, PrecisionFlags, select
 from extras.formats.stats_te import TeStats, configuration, matmul_of, te_name
 from tests.training_fixtures import ROOT, train

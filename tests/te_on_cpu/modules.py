@@ -10,8 +10,12 @@ import torch
 from common.distributed.world import World
 from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from extras.formats.block import BlockScaling
+from extras.formats.current import CurrentScaling
+from extras.formats.delayed import DelayedScaling
 from extras.formats.emulation import Emulation
+from extras.formats.mxfp8 import MXFP8BlockScaling
+from extras.formats.nvfp4 import NVFP4BlockScaling
 from tests.te_on_cpu import boot
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

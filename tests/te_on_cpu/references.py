@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from extras.formats import casts as formats
+from extras.formats import nvfp4
 from tests.precision.samples import samples
 from tests.te_on_cpu import boot
 
@@ -60,8 +61,8 @@ def of_nvfp4(x: Tensor, square: bool, transform: bool) -> dict[str, int]:
         turn = NVFP4QuantizerRef(Fp4Formats.E2M1, with_rht=True)._apply_rht
         columns = turn(x.t().float().contiguous()).to(x.dtype).t().contiguous()
     stood = NVFP4Quantizer(with_rht=transform, with_post_rht_amax=transform, with_2d_quantization=square)(x)
-    emulated = {"rowwise": formats.quantize_nvfp4(x, block)}
-    emulated["columnwise"] = formats.quantize_nvfp4(formats.hadamard_rows(x) if transform else x, across)
+    emulated = {"rowwise": nvfp4.quantize_nvfp4(x, block)}
+    emulated["columnwise"] = nvfp4.quantize_nvfp4(nvfp4.hadamard_rows(x) if transform else x, across)
     found = {}
     for side, given in (("rowwise", x), ("columnwise", columns.t().contiguous())):
         theirs = NVFP4QuantizerRef(Fp4Formats.E2M1, quant_tile_shape=block).quantize(given)

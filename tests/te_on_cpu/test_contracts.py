@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from common.models.esm2.config import ESM2_SIZES, esm2_config
-from common.precision.plan import FP8_RECIPES, NVFP4BlockScaling
+from extras.formats.nvfp4 import NVFP4BlockScaling
+from extras.formats.recipe import fp8_formats
 from tests.te_on_cpu.contracts import Refused, check_cast, check_operand
 
 KINDS = {
@@ -16,7 +17,7 @@ KINDS = {
     "mxfp8": ("MXFP8Quantizer", "MXFP8TensorStorage"),
     "nvfp4": ("NVFP4Quantizer", "NVFP4TensorStorage"),
 }
-RECIPES = FP8_RECIPES | {"nvfp4": NVFP4BlockScaling}
+RECIPES = fp8_formats() | {"nvfp4": NVFP4BlockScaling}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -11,14 +11,12 @@ import torch
 
 from common.distributed.world import World
 from common.files.safe_files import read_json_lines
-from common.precision.plan import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Plan,
-)
+from extras.formats.block import BlockScaling
+from extras.formats.current import CurrentScaling
+from extras.formats.delayed import DelayedScaling
+from extras.formats.mxfp8 import MXFP8BlockScaling
+from extras.formats.nvfp4 import NVFP4BlockScaling
+from extras.formats.recipe import Plan
 from extras.formats.stats_plan import OPERANDS, RESULTS
 from tests.marks import cases
 from tests.precision.test_stats_plan import write
