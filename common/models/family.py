@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.cli import UserError
@@ -20,6 +22,7 @@ from common.data import TokenSet
 from common.distributed.world import World
 from common.files.runs import resolve_directory
 from common.hooks import extra
+from common.models.layers.backend import Heads, check_device, choose_backend
 from common.models.layers.hf_directory import read_config
 from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
@@ -100,6 +103,46 @@ class Family(ABC):
     def of_stock(self, model: Any) -> tuple[Any, Pieces]:
         """(our configuration, our parameters) of transformers' model (mlm). UserError if it has no class for them."""
         raise UserError(NO_STOCK)
+
+
+class BackendFamily(Family):
+    """A family whose layers have a choice of backend: `choose` is the same for all, and asks the methods below it."""
+
+    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
+        flags, bf16 = args.model, args.precision.bf16
+        config, remark = self.configuration(args)
+        torch_only += args.precision.torch_only()
+        backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
+        heads, (attends, no_kernel) = self.heads(config), self.attends_by(backend, config)
+        check_device(world.device, bf16, heads.dim, attends)
+        self.check_run(args, config, backend, world)
+        attention, kernels = flags.choose_attention(heads, bf16, world, attends)
+        remarks = tuple(line for line in (remark, f"Backend: {backend} ({why})", no_kernel, kernels) if line)
+        bf16_residual = self.choose_residual(flags, bf16 and backend == "torch", world.device, previous)
+        residual = () if bf16_residual is None else (torch.bfloat16 if bf16_residual else torch.float32,)
+        make = partial(self.adapter.model, config, backend, *residual)
+        read = partial(self.adapter.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
+        return ModelSpec(config, backend, why, "", remarks, make, read, attention, bf16_residual)
+
+    @abstractmethod
+    def configuration(self, args: Any) -> tuple[Any, str | None]:
+        """(the configuration that the flags ask for, a remark for the log). UserError for flags of other families."""
+
+    @abstractmethod
+    def heads(self, config: Any) -> Heads:
+        """Its attention."""
+
+    @abstractmethod
+    def check_run(self, args: Any, config: Any, backend: str, world: World) -> None:
+        """UserError for what this family cannot have: of context parallelism, of number formats."""
+
+    def attends_by(self, backend: str, config: Any) -> tuple[str, str | None]:
+        """(the backend that computes attention, a remark where that is not `backend` but could be)."""
+        return "torch", None
+
+    def choose_residual(self, flags: Any, can: bool, device: torch.device, previous: dict) -> bool | None:
+        """Whether the residual stream is bf16; None where that is no choice. can: the layers have it."""
+        return None
 
 
 def families() -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,18 @@ from common.distributed.world import World
 from common.flags import Missing, flag
 from common.hooks import extra
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
-from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
-from common.models.family import Family, ModelSpec, encoder_family, encoders, families, family_of
-from common.models.layers.backend import STOCK, BackendFlags, Heads, check_device, choose_backend
+from common.models.esm2.config import (
+    ESM2_SIZES,
+    HIDDEN_ACT,
+    Esm2Config,
+    check_supported,
+    gelu_of,
+    load_config,
+    override,
+)
+from common.models.family import BackendFamily, Family, ModelSpec, encoder_family, encoders, families, family_of
+from common.models.layers.backend import STOCK, BackendFlags, Heads
 from common.models.layers.hf_directory import check_no_dropout
-from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
 ONLY_GELU = {"te": "tanh", **dict.fromkeys(STOCK, "exact")}  # backends with one kind
@@ -144,48 +150,73 @@ def te_attends(config: Esm2Config) -> bool:
     return has_kernel(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
 
 
-class Esm2(Family):
+class EncoderFamily(BackendFamily):
+    """A family that `ModelFlags` choose from."""
+
+    check_config: Callable[[Any, str], None]  # `check_supported` of its configuration
+
+    def check_flags(self, flags: ModelFlags) -> None:
+        """UserError for flags of ESM-2 only."""
+        of_esm2 = {"gelu": flags.gelu, "fused_gelu": flags.fused_gelu, "tokenizer_name": flags.tokenizer_name}
+        for name in (name for name, given in of_esm2.items() if given):
+            raise UserError(f"--{name}: is of ESM-2 only, and this is {self.title}: drop the flag")
+        if flags.backend in STOCK:
+            raise UserError(f"--backend {flags.backend}: is of ESM-2 only: choose auto, te, torch")
+
+    def configuration(self, args: Any) -> tuple[Any, None]:
+        flags = args.model
+        self.check_flags(flags)
+        name = flags.config_name or flags.model_name_or_path
+        config = self.load_config(name)
+        if flags.config_overrides:
+            config = override(config, flags.config_overrides, self.check_config)
+        check_no_dropout(config, str(name))
+        return config, None
+
+    def heads(self, config: Any) -> Heads:
+        heads = config.num_attention_heads
+        return Heads(heads, heads, config.hidden_size // heads)
+
+    def check_run(self, args: Any, config: Any, backend: str, world: World) -> None:
+        check_context(args, world.cp_size, "torch", config)  # both backends have torch's attention
+
+    def choose_residual(self, flags: ModelFlags, can: bool, device: torch.device, previous: dict) -> bool:
+        return choose_residual(flags.bf16_residual, can, device, previous)
+
+
+class Esm2(EncoderFamily):
     alphabet = " ".join(TOKENS)
 
     tokens = ESM2_TOKENS
     title, published = "ESM-2", tuple(ESM2_SIZES)
     stock, lora_targets = "Esm", "query,key,value"
+    check_config = staticmethod(check_supported)
 
     def load_config(self, name: str) -> Esm2Config:
         return load_config(name)
 
-    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
-        from common.models.esm2.model import Esm2ForMaskedLM
-
-        flags, bf16 = args.model, args.precision.bf16
+    def check_flags(self, flags: ModelFlags) -> None:
         if flags.tokenizer_name:
             extra().check_tokenizer(flags.tokenizer_name)
-        config = load_config(flags.config_name or flags.model_name_or_path)
-        if flags.config_overrides:
-            config = override(config, flags.config_overrides)
-        check_no_dropout(config, str(flags.config_name or flags.model_name_or_path))
-        torch_only += args.precision.torch_only()
-        backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
-        heads = config.num_attention_heads
-        head_dim = config.hidden_size // heads
-        check_device(world.device, bf16, head_dim, backend)
+
+    def check_run(self, args: Any, config: Esm2Config, backend: str, world: World) -> None:
         if world.cp_size > 1:
-            extra().check_context(flags.cp_comm_type, args.data.cp_layout, world.cp_size, backend, config)
-        before = previous.get("gelu")
-        gelu, remark = choose_gelu(flags.gelu or (before if before in HIDDEN_ACT else None), backend, config)
-        by = "torch" if backend == "te" and not te_attends(config) else backend
-        no_kernel = f"Attention by torch's kernels: {NO_KERNEL}" if by != backend else None
-        attention, kernels = flags.choose_attention(Heads(heads, heads, head_dim), bf16, world, by)
-        lines = [f"Backend: {backend} ({why})", no_kernel, kernels, remark]
-        read = partial(self.adapter.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
-        bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
-        residual = torch.bfloat16 if bf16_residual else torch.float32
-        make: Callable[[], Model] = partial(Esm2ForMaskedLM, config, backend, residual)
-        if backend in STOCK or flags.fused_gelu:
-            make, said = extra().esm2_layers(args, config, backend, gelu, world, make)
+            extra().check_context(args.model.cp_comm_type, args.data.cp_layout, world.cp_size, backend, config)
+
+    def attends_by(self, backend: str, config: Esm2Config) -> tuple[str, str | None]:
+        if backend == "te" and not te_attends(config):
+            return "torch", f"Attention by torch's kernels: {NO_KERNEL}"
+        return backend, None
+
+    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
+        """ESM-2's own choice is the GELU."""
+        spec, flags, before = super().choose(args, world, torch_only, previous), args.model, previous.get("gelu")
+        gelu, remark = choose_gelu(flags.gelu or (before if before in HIDDEN_ACT else None), spec.backend, spec.config)
+        make, lines = spec.make, [remark]
+        if spec.backend in STOCK or flags.fused_gelu:
+            make, said = extra().esm2_layers(args, spec.config, spec.backend, gelu, world, make)
             lines += said
-        remarks = tuple(line for line in lines if line)
-        return ModelSpec(config, backend, why, gelu, remarks, make, read, attention, bf16_residual)
+        return replace(spec, gelu=gelu, remarks=(*spec.remarks, *(line for line in lines if line)), make=make)
 
     @property
     def adapter(self) -> StateDictAdapter:

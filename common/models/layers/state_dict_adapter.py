@@ -35,7 +35,7 @@ class StateDictAdapter(ABC):
     redundant: how those end that are not read: constants, and copies of tied ones.
     """
 
-    model: Callable[[Any], Model]
+    model: Callable[..., Model]
     tags: tuple[str, ...] = ("fill-mask", "protein")
     published: Collection[str] = ()
     opened_by = ""

@@ -1,26 +1,23 @@
-"""AMPLIFY as a family (common.models.family): FLOPs, weights from and to its authors' names.
-
-The choice of backend is ESM C's.
-"""
+"""AMPLIFY as a family (common.models.family): FLOPs, weights from and to its authors' names."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from common.models.layers.state_dict_adapter import Pieces
+from common.models.esm2.family import EncoderFamily
+from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 from extras.families.amplify.alphabet import ALPHABET
 from extras.families.amplify.config import AMPLIFY_SIZES, AmplifyConfig, check_supported, load_config
 from extras.families.amplify.convert import ADAPTER
-from extras.families.esmc.family import Esmc, swiglu_flops
+from extras.families.esmc.family import swiglu_flops
 
 
-class Amplify(Esmc):
+class Amplify(EncoderFamily):
     alphabet, tokens = str(ALPHABET), ALPHABET
     title, published = "AMPLIFY", tuple(AMPLIFY_SIZES)
-    stock = lora_targets = ""
     form = "in its authors' names, for --model_name_or_path; transformers has no class of it"
-    adapter = ADAPTER
-    check = staticmethod(check_supported)
+    adapter: StateDictAdapter = ADAPTER
+    check_config = staticmethod(check_supported)
 
     def load_config(self, name: str) -> AmplifyConfig:
         return load_config(name)

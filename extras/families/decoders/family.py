@@ -1,18 +1,17 @@
-"""Llama, Mistral and Mixtral as a family (common.models.family): choice, FLOPs, weights from and to transformers."""
+"""Llama, Mistral and Mixtral as a family (common.models.family): checks, FLOPs, weights from and to transformers."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.models.family import Family, ModelSpec
-from common.models.layers.backend import Heads, check_device, choose_backend
+from common.models.family import BackendFamily
+from common.models.layers.backend import Heads
+from common.models.layers.state_dict_adapter import StateDictAdapter
 from common.precision.plan import PrecisionFlags
 from extras.families.decoders.config import DecoderConfig, load_decoder_config
 from extras.families.decoders.convert import ADAPTER
-from extras.families.decoders.model import DecoderForCausalLM
 
 NVFP4_EXPERTS = 128  # what its `split_quantize` asks of rows
 
@@ -48,29 +47,24 @@ def check_experts(config: DecoderConfig, flags: PrecisionFlags) -> None:
             )
 
 
-class Decoders(Family):
+class Decoders(BackendFamily):
     task = "clm"
-    adapter = ADAPTER
+    adapter: StateDictAdapter = ADAPTER
 
     def load_config(self, name: str) -> DecoderConfig:
         return load_decoder_config(name)
 
-    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
-        flags, bf16 = args.model, args.precision.bf16
-        config, remark = flags.decoder_config(args.data.max_seq_length)
-        torch_only += args.precision.torch_only()
-        backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
-        check_device(world.device, bf16, config.head_dim, "torch")  # both backends have torch's attention
+    def configuration(self, args: Any) -> tuple[DecoderConfig, str | None]:
+        return args.model.decoder_config(args.data.max_seq_length)
+
+    def heads(self, config: DecoderConfig) -> Heads:
+        return Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, causal=True)
+
+    def check_run(self, args: Any, config: DecoderConfig, backend: str, world: World) -> None:
         if world.cp_size > 1:
-            check_context(flags.cp_comm_type, args.data.cp_layout, args.precision, config)
+            check_context(args.model.cp_comm_type, args.data.cp_layout, args.precision, config)
         if config.num_local_experts:
             check_experts(config, args.precision)
-        read = partial(ADAPTER.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
-        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, causal=True)
-        attention, kernels = flags.choose_attention(heads, bf16, world)
-        remarks = (remark, f"Backend: {backend} ({why})", *([kernels] if kernels else []))
-        make = partial(DecoderForCausalLM, config, backend)
-        return ModelSpec(config, backend, why, "", remarks, make, read, attention)
 
     def flops(self, config: DecoderConfig, tokens: int, squared_lengths: int, targets: int) -> float:
         """Of Mixtral the experts that a token is routed to; of attention the half that a causal mask leaves."""
