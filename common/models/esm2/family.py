@@ -178,7 +178,8 @@ class EncoderFamily(BackendFamily):
         return Heads(heads, heads, config.hidden_size // heads)
 
     def check_run(self, args: Any, config: Any, backend: str, world: World) -> None:
-        check_context(args, world.cp_size, "torch", config)  # both backends have torch's attention
+        if world.cp_size > 1:  # both backends have torch's attention
+            extra().check_context(args.model.cp_comm_type, args.data.cp_layout, world.cp_size, "torch", config)
 
     def choose_residual(self, flags: ModelFlags, can: bool, device: torch.device, previous: dict) -> bool:
         return choose_residual(flags.bf16_residual, can, device, previous)
