@@ -35,9 +35,9 @@ from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.backend import te_missing
-from common.training.loop import set_up
 from common.training.parse import parse_run
 from common.training.resume import ResumePlan
+from common.training.set_up import set_up
 from train_ddp import DdpFlags, build
 
 STEPS_BEFORE = 3

@@ -27,9 +27,9 @@ from common.cli import run as run_main
 from common.compat import CompileContext
 from common.distributed.run import distributed_run
 from common.models.layers.compiling import compile_layers
-from common.training.loop import set_up
 from common.training.parse import parse_run
 from common.training.resume import ResumePlan
+from common.training.set_up import set_up
 
 CP = "train_ddp_cp"
 # A layer of the 8M model has 4.9 MB of gradients: borders of the smallest buckets lie within it.

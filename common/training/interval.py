@@ -10,6 +10,20 @@ from common.training.progress import StepResult, TrainerState
 from common.training.run_logger import peak_memory_gb
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """What is known of a step once it is taken. counts: of the global batch; flops: of it, forward and backward;
+    seconds: of the step, with those `waited` for batches; ranks: as `StepMonitor.after_step`."""
+
+    counts: StepCounts
+    result: StepResult
+    flops: float
+    seconds: float
+    waited: float
+    learning_rate: float
+    ranks: dict
+
+
 @dataclass
 class Interval:
     """Sums since the last row of metrics.jsonl, or since this start of the run."""
@@ -23,35 +37,30 @@ class Interval:
     optimizer: float = 0.0
     checkpoints: float = 0.0  # seconds that saving blocked training
     steps: int = 0
-    last_targets: int = 0  # of the last step
     ranks: dict = field(default_factory=dict)  # the last comparison of the ranks (step_monitor.py)
 
-    def add(self, counts: StepCounts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
-        self.tokens += counts.num_tokens
-        self.computed += counts.num_computed
-        self.flops += flops
-        self.seconds += seconds
-        self.waited += waited
-        self.forward_backward += result.forward_backward
-        self.optimizer += result.optimizer
+    def add(self, step: StepRecord) -> None:
+        self.tokens += step.counts.num_tokens
+        self.computed += step.counts.num_computed
+        self.flops += step.flops
+        self.seconds += step.seconds
+        self.waited += step.waited
+        self.forward_backward += step.result.forward_backward
+        self.optimizer += step.result.optimizer
         self.steps += 1
-        self.last_targets = counts.num_targets
-
-    def add_monitored(self, ranks: dict) -> None:
-        self.ranks |= ranks
+        self.ranks |= step.ranks
 
     def add_checkpoint(self, seconds: float) -> None:
         self.checkpoints += seconds
 
-    def row(
-        self, state: TrainerState, total_steps: int, lr: float, result: StepResult, world: World, peak: float | None
-    ) -> dict:
+    def row(self, state: TrainerState, total_steps: int, last: StepRecord, world: World, peak: float | None) -> dict:
         """The row of metrics.jsonl after the last step, without `step_loss` and `grad_norm` if that was skipped, and
         without `step_loss` if it had no target.
 
-        peak: FLOP/s of the device, None if unknown.
+        peak: FLOP/s of the device, None if unknown. Resets the sums.
         """
-        has_loss = not result.skipped and self.last_targets > 0
+        result = last.result
+        has_loss = not result.skipped and last.counts.num_targets > 0
         seconds = max(self.seconds, 1e-9)
         flops = self.flops / seconds / world.size
         row = {
@@ -61,7 +70,7 @@ class Interval:
             **state.pop_row_loss(),
             **({"step_loss": result.loss} if has_loss else {}),
             **({} if result.skipped else {"grad_norm": result.grad_norm}),
-            "learning_rate": lr,
+            "learning_rate": last.learning_rate,
             "tokens": state.tokens,
             "unknown_characters": state.unknown,
             "tokens_per_second": self.tokens / seconds,
@@ -76,4 +85,6 @@ class Interval:
             "tflops_per_device": flops / 1e12,
             "peak_memory_gb": peak_memory_gb(world.device),
         }
-        return row | self.ranks | ({"mfu": flops / peak} if peak else {})
+        row |= self.ranks | ({"mfu": flops / peak} if peak else {})
+        vars(self).update(vars(Interval()))
+        return row

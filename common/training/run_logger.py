@@ -190,10 +190,14 @@ class Tracker:
 
 
 class RunLogger:
-    """Writes on the main rank and does nothing on the others. Use as a context: leaving it closes the tracker."""
+    """Writes on the main rank and does nothing on the others. Use as a context: leaving it closes the tracker.
 
-    def __init__(self, flags: LogFlags, output_dir: Path, world: World):
+    peak_flops: what MFU is a fraction of, in FLOP/s; None if unknown.
+    """
+
+    def __init__(self, flags: LogFlags, output_dir: Path, world: World, bf16: bool):
         self.flags, self.output_dir, self.world = flags, output_dir, world
+        self.peak_flops = peak_flops(world.device, bf16, flags.peak_tflops_per_gpu)
         self.tracker = Tracker()
         self.metrics: JsonLinesLog | None = None  # opened by `begin`
         self.quant_stats: JsonLinesLog | None = None
@@ -253,6 +257,10 @@ class RunLogger:
         self.tracker.resume(self.output_dir / METRICS)
         if quant_stats_in:
             self.quant_stats = JsonLinesLog(quant_stats_in / extra().statistics_file(), step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether --logging_steps asks for a row after `step` steps."""
+        return step == 1 or step % self.flags.logging_steps == 0
 
     def row(self, row: dict) -> None:
         """Write a row of metrics.jsonl."""

@@ -330,7 +330,7 @@ class Pictures(Tracker):
 
 
 def test_run_logger_shows_the_curves_at_the_end(tmp_path):
-    log = RunLogger(arguments(tmp_path).log, tmp_path, World(0, 0, 1, torch.device("cpu")))
+    log = RunLogger(arguments(tmp_path).log, tmp_path, World(0, 0, 1, torch.device("cpu")), bf16=False)
     log.tracker = Pictures()
     log.begin(1, None, 0, {}, str)
     row = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 5.0}
