@@ -131,7 +131,7 @@ def training_speed(model: nn.Module, batches: list[dict], dtype: str, ours: bool
     import torch
 
     from common.data.collators import to_device
-    from common.training.run_logger import peak_memory_gb
+    from common.training.log_row import peak_memory_gb
 
     cpu = torch.device("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)

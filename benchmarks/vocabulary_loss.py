@@ -33,7 +33,7 @@ def measure(args: Arguments) -> dict:
     import torch
     import torch.nn.functional as F
 
-    from common.training.run_logger import peak_memory_gb
+    from common.training.log_row import peak_memory_gb
     from extras.families.decoders.model import vocabulary_loss
 
     cpu = torch.device("cpu")

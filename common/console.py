@@ -96,22 +96,3 @@ def duration(seconds: float) -> str:
     """`3.2 days`, or hours, minutes and seconds."""
     days = seconds / 86400
     return f"{days:,.1f} days" if days >= 1 else str(timedelta(seconds=round(seconds)))
-
-
-def step_line(row: dict, held_out: float | None, width: int) -> str:
-    """A row of metrics.jsonl in a line of at most `width` columns. held_out: the last evaluation's loss."""
-    left = (row["total_steps"] - row["step"]) * row["step_seconds"]
-    waited = row["data_wait_seconds"] / max(row["step_seconds"], 1e-9)
-    fields = [
-        (0, f"step {row['step']:,}/{row['total_steps']:,}"),
-        (1, f"loss {row['loss']:.4f}"),
-        (4, f"held-out {held_out:.4f}" if held_out is not None else ""),
-        (2, f"{short(row['tokens_per_second'])} tok/s"),
-        (5, f"MFU {row['mfu']:.1%}" if "mfu" in row else ""),
-        (3, f"ETA {duration(left)}" if left else ""),
-        (3, f"skipped {row['skipped_steps']}" if row.get("skipped_steps") else ""),
-        (6, f"data wait {waited:.0%}" if waited >= 0.1 else ""),
-        (7, f"lr {row['learning_rate']:.1e}"),
-        (8, f"norm {row['grad_norm']:.2f}" if "grad_norm" in row else ""),
-    ]
-    return fitted([field for field in fields if field[1]], width)

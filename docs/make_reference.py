@@ -13,43 +13,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.training.log_row import FIELDS  # noqa: E402
 from docs.make_flags import table  # noqa: E402
 from docs.script_figures import HEAD, SCRIPTS, TABLES  # noqa: E402
 
 # (key, unit, meaning). <file>, <range>: see the page.
-TRAINING = [
-    ("step", "optimiser steps", "done so far, of all starts"),
-    ("total_steps", "optimiser steps", "of the whole run"),
-    ("epoch", "epochs", "so far"),
-    (
-        "loss",
-        "nats per target",
-        "mean of the steps since the last row, but for those skipped or without a target",
-    ),
-    ("train_perplexity", "", "exp(`loss`)"),
-    ("step_loss", "nats per target", "of this step; absent if it was skipped or had no target"),
-    ("grad_norm", "", "of this step, before clipping; absent if it was skipped"),
-    ("learning_rate", "", "of this step"),
-    ("tokens", "tokens", "so far, of all ranks, without padding"),
-    ("unknown_characters", "tokens", "so far: `<unk>`, for characters that are no residues"),
-    ("skipped_steps", "optimiser steps", "so far: those whose loss or gradient norm was NaN or infinite"),
-    ("tokens_per_second", "tokens/s", "of all ranks, without padding, since the last row"),
-    ("unpadded_tokens_per_second_per_gpu", "tokens/s", "the same, per rank"),
-    ("tokens_per_second_per_gpu", "tokens/s", "per rank, with the padding that the layers compute"),
-    ("step_seconds", "s", "mean per step since the last row, by rank 0's clock, like the next three"),
-    ("data_wait_seconds", "s", "waiting for the next batch; on a GPU only while it is idle"),
-    ("forward_backward_seconds", "s", "forward and backward pass"),
-    ("optimizer_seconds", "s", "clipping and optimiser; on a GPU its kernels count with the next forward pass"),
-    ("checkpoint_seconds", "s", "sum since the last row of what checkpoints held training up; not in `step_seconds`"),
-    ("tflops_per_device", "TFLOP/s", "of the model's matmuls, forward and backward, per rank"),
-    ("mfu", "fraction", "`tflops_per_device` of the device's dense bf16 peak, or of `--peak_tflops_per_gpu`"),
-    ("peak_memory_gb", "GB", "rank 0's peak so far: of the allocator on a GPU, else resident"),
-    ("rank_seconds_min", "s", "of the fastest rank, per step without waits for others (`--straggler_every`)"),
-    ("rank_seconds_median", "s", "of the median rank"),
-    ("rank_seconds_max", "s", "of the slowest rank"),
-    ("slowest_rank", "rank", "which it is"),
-    ("slowest_host", "name", "where it runs"),
-]
+TRAINING = [(field.name, field.unit, field.meaning) for field in FIELDS]
 EVALUATION = [
     (
         "eval_loss",

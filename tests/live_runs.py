@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.files.runs import list_checkpoints
+from common.training.log_row import FIELDS
 from tests.forked import context
 from tests.patience import POLL_S, TIMEOUT_S, communicate, join, wait_until
 from tests.training_fixtures import (
@@ -28,12 +29,7 @@ from tests.warm_python import at_work, python
 
 PREEMPTED = 75
 SAVE_POLL_S = 0.0005  # a save takes some 10 ms
-TIMES = (
-    *("tokens_per_second", "step_seconds", "data_wait_seconds", "tflops_per_device", "peak_memory_gb"),
-    *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "slowest_rank", "slowest_host"),
-    *("tokens_per_second_per_gpu", "unpadded_tokens_per_second_per_gpu"),
-    *("rank_seconds_min", "rank_seconds_median", "rank_seconds_max"),
-)
+TIMES = {field.name for field in FIELDS if field.group == "perf"}
 
 
 class LiveRun:

@@ -17,6 +17,7 @@ import pytest
 
 from common import console
 from common.cli_help import help_text
+from common.training.log_row import terminal_line
 from tests.training_fixtures import _main, flags_of, on_ranks
 
 ROW = {"step": 1200, "total_steps": 10_000, "loss": 2.55123, "grad_norm": 1.2344, "learning_rate": 4e-4, "mfu": 0.413}
@@ -35,15 +36,15 @@ ROW |= {"tokens_per_second": 95_900.4, "step_seconds": 0.5, "data_wait_seconds":
     ],
 )
 def test_step_line_has_what_fits(columns, picture):
-    assert console.step_line(ROW, 2.6123, columns) == picture
+    assert terminal_line(ROW, 2.6123, columns) == picture
     assert len(picture) <= columns
 
 
 def test_step_line_shows_stalls_and_skipped_steps_only_if_any():
-    assert "data wait 12%" in console.step_line(ROW | {"data_wait_seconds": 0.06}, None, 100)
-    assert "skipped 3" in console.step_line(ROW | {"skipped_steps": 3}, None, 60)
-    assert "ETA 49.7 days" in console.step_line(ROW | {"step_seconds": 488.0}, None, 80)
-    assert "ETA" not in console.step_line(ROW | {"step": 10_000}, None, 80)
+    assert "data wait 12%" in terminal_line(ROW | {"data_wait_seconds": 0.06}, None, 100)
+    assert "skipped 3" in terminal_line(ROW | {"skipped_steps": 3}, None, 60)
+    assert "ETA 49.7 days" in terminal_line(ROW | {"step_seconds": 488.0}, None, 80)
+    assert "ETA" not in terminal_line(ROW | {"step": 10_000}, None, 80)
 
 
 def test_short_numbers_have_three_digits():

@@ -21,7 +21,7 @@ from common.hooks import extra
 from common.training.arguments import RunArguments
 from common.training.checkpoint import SaveSchedule
 from common.training.duration import Duration
-from common.training.interval import Interval, StepRecord
+from common.training.log_row import RowWindow, StepRecord
 from common.training.results import export_model, run_info, training_results, write_evaluations
 from common.training.resume import plan_resume
 from common.training.run_directory import RunDirectory
@@ -86,24 +86,24 @@ def train_steps(run: Run) -> None:
     stopped = False
     with closing(iter(loader)) as steps, progress_bar as bar, scheduled_gc() as collect:
         prefetcher = StepPrefetcher(steps, task, world, saves.is_due_by_clock, limit.is_over)
-        interval = Interval()
+        window, saving = RowWindow(state.row_sums), 0.0
         while not run.done:
-            step = take_step(run, prefetcher)
+            step = take_step(run, prefetcher, saving)
             if step is None:
                 stopped = True
                 break
-            interval.add(step)
+            window.add(step)
             bar.update()
             if prefetcher.is_over and not run.done:
                 run.plan = limit.ended(run.plan, state.step)
             limit.after_step(state.step, step.seconds)
             collect(state.step)
-            if not log_step(run, interval, step):
+            if not log_step(run, window, step):
                 stopped = True
                 break
             requested = prefetcher.save_requested or run.best.saves(state)
-            if saves.is_due(state.step, bool(state.skipped_lately), requested):
-                interval.add_checkpoint(save(run, saves))
+            is_due = saves.is_due(state.step, bool(state.skipped_lately), requested)
+            saving = save(run, saves) if is_due else 0.0
         save(run, saves)
         run.monitor.close(state.step)
         world.watch.mark("save", state.step)
@@ -113,8 +113,11 @@ def train_steps(run: Run) -> None:
         raise Preempted
 
 
-def take_step(run: Run, prefetcher: StepPrefetcher) -> StepRecord | None:
-    """Take the next step and count it in the state; None if a rank is to stop. All ranks together."""
+def take_step(run: Run, prefetcher: StepPrefetcher, saving: float) -> StepRecord | None:
+    """Take the next step and count it in the state; None if a rank is to stop. All ranks together.
+
+    saving: seconds that a save held up training since the last step.
+    """
     state, task, started = run.state, run.task, time.perf_counter()
     data, counts = prefetcher.pop(state.step + 1)
     if data is None:
@@ -132,17 +135,29 @@ def take_step(run: Run, prefetcher: StepPrefetcher) -> StepRecord | None:
     if result.skipped:
         with run.world.raise_together():
             state.check_divergence(run.args.optimizer.max_skipped_steps)
-    ranks = run.monitor.after_step(state.step, waited)
-    return StepRecord(counts, result, flops, seconds, waited, learning_rate=lr, ranks=ranks)
+    return StepRecord(
+        state=state,
+        total_steps=run.plan.total_steps,
+        learning_rate=lr,
+        counts=counts,
+        result=result,
+        flops=flops,
+        seconds=seconds,
+        waited=waited,
+        saving=saving,
+        ranks=run.monitor.after_step(state.step, waited),
+        world=run.world,
+        peak_flops=run.log.peak_flops,
+    )
 
 
-def log_step(run: Run, interval: Interval, step: StepRecord) -> bool:
+def log_step(run: Run, window: RowWindow, step: StepRecord) -> bool:
     """Log a row, and evaluate, if the step has one; False if stopped meanwhile."""
     state = run.state
     evaluates = run.plan.evaluates(state.step) or run.best.evaluates_last(run.task.data, state)
     if not (evaluates or run.log.is_due(state.step) or run.done):
         return True
-    row = interval.row(state, run.plan.total_steps, step, run.world, run.log.peak_flops)
+    row = window.row(step)
     if evaluates:
         return evaluate_and_log(run, row)
     run.log.row(row)

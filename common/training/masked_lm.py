@@ -41,8 +41,8 @@ from common.training.arguments import RunArguments
 from common.training.baselines import BaselineLosses, Baselines
 from common.training.curves import PlotLabels
 from common.training.evaluation import held_out_results, perplexity
+from common.training.log_row import step_line
 from common.training.protein_losses import Evaluation, ProteinLosses
-from common.training.run_logger import step_line
 from common.training.task import Build, BuiltModel, Task
 
 SHOWN = ("masked", "kept", "random")  # what stands where a residue is asked: <mask>, itself, another one

@@ -17,6 +17,7 @@ from common.distributed.world import World
 from common.files.safe_files import LARGEST_INT, check_type, shorten
 from common.models.layers.backend import KEPT
 from common.training.arguments import RunArguments
+from common.training.log_row import StepResult, check_row, check_sums
 from common.training.schedule import default_warmup_steps
 
 logger = logging.getLogger(__name__)
@@ -52,24 +53,6 @@ _SAVED = {
         "formats": "dict",
     },
 }
-_WITH_LOSS = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds"}  # keys of a row that has a loss
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A step's loss (nats per target, over the global batch), gradient norm before clipping, and seconds.
-
-    The seconds are the host's, which is exact on a CPU. On a GPU the loss is read while the optimiser runs:
-    `forward_backward` covers forward, backward and communication; `optimizer` is the launch alone, its kernels count
-    with the next step. Neither includes the wait for the next batches. quant_stats: rows of quant_stats.jsonl.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: bool
-    forward_backward: float
-    optimizer: float
-    quant_stats: list[dict]
 
 
 @dataclass(frozen=True)
@@ -127,8 +110,7 @@ class TrainerState:
     unknown: int = 0  # <unk> tokens: characters that are not residues
     total_flos: float = 0.0
     loss_total: float = 0.0  # sum of the losses of the steps that have one: not skipped, with a target
-    row_loss: float = 0.0  # the same since the last row of metrics.jsonl
-    row_steps: int = 0  # such steps since then
+    row_sums: dict = field(default_factory=dict)  # since the last row of metrics.jsonl (log_row.RowWindow)
     steps_without_target: int = 0
     skipped_steps: int = 0  # steps with a loss or gradient norm that is not finite; counted in `step`
     skipped_lately: list[str] = field(default_factory=list)  # messages of the steps skipped in a row up to now
@@ -146,6 +128,10 @@ class TrainerState:
     def read(cls, saved: dict, where: str) -> TrainerState:
         """From a checkpoint, which may be untrusted: UserError unless every value has its type."""
         types = {f.name: str(f.type) for f in fields(cls)}
+        if "row_steps" in saved:  # of version 0.4, which kept the loss of a row and no other sum
+            loss = [saved.get("row_loss"), saved["row_steps"]]
+            others = {name: value for name, value in saved.items() if name not in ("row_loss", "row_steps")}
+            saved = others | {"row_sums": {"loss": loss, "train_perplexity": loss} if saved["row_steps"] else {}}
         try:
             for name, value in saved.items():
                 if name not in types:
@@ -163,8 +149,9 @@ class TrainerState:
             if not 0 <= state.resolved.get("warmup_steps", 0) < math.inf:
                 raise ValueError(f"resolved: warmup_steps is {state.resolved['warmup_steps']}")
             _check_printable("skipped_lately", *state.skipped_lately)
+            check_sums(state.row_sums)
             if state.unfinished_row is not None:
-                _check_row(state.unfinished_row)
+                check_row(state.unfinished_row)
         except ValueError as error:
             raise UserError(f"{where}: refused: {one_line(error)}") from error
         return state
@@ -212,8 +199,6 @@ class TrainerState:
         else:
             if counts.num_targets:
                 self.loss_total += result.loss
-                self.row_loss += result.loss
-                self.row_steps += 1
             else:
                 self.steps_without_target += 1
             self.skipped_lately = []
@@ -221,15 +206,6 @@ class TrainerState:
     def keep_row(self, row: dict | None) -> None:
         """Remember a row of metrics.jsonl whose evaluation is not complete; None once it is."""
         self.unfinished_row = row
-
-    def pop_row_loss(self) -> dict:
-        """`loss`, the mean since the last row, and `train_perplexity`; {} if no step has one. Resets the sums.
-
-        The sums are saved: a run that is killed between two rows resumes to the same second row.
-        """
-        steps, total = self.row_steps, self.row_loss
-        self.row_steps, self.row_loss = 0, 0.0
-        return {"loss": total / steps, "train_perplexity": math.exp(min(total / steps, 700))} if steps else {}
 
     def check_divergence(self, most: int) -> None:
         """UserError if `most` steps in a row were skipped."""
@@ -298,14 +274,6 @@ def _check_printable(name: str, *values: Any) -> None:
     for value in (name, *values):
         if isinstance(value, str) and not value.isprintable():
             raise ValueError(f"{shorten(name)} is {shorten(value)}: unprintable")
-
-
-def _check_row(row: dict) -> None:
-    """ValueError unless this can be a row of metrics.jsonl."""
-    for name, value in row.items():
-        check_type(f"unfinished_row: {name}", value, "str" if name == "slowest_host" else "int | float")
-    if "step" not in row or ("loss" in row and not row.keys() >= _WITH_LOSS):
-        raise ValueError("unfinished_row is no row of metrics")
 
 
 def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world: World) -> RunPlan:

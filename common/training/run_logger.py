@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from common.files.safe_files import JsonLinesLog, read_json_lines, write_json
 from common.flags import Flags, flag
 from common.hooks import extra
 from common.training.curves import draw_curves
+from common.training.log_row import step_line, terminal_line
 from common.training.protein_losses import ProteinLosses, write_losses
 from common.training.verdict import held_out_key, verdicts
 
@@ -70,16 +70,6 @@ def peak_flops(device: torch.device, bf16: bool, given_tflops: float | None = No
     return PEAK_FLOPS[max(matches, key=len)] if matches and "MIG" not in words else None
 
 
-def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory so far, in GB: the allocator's on a GPU, resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024 / 1e9
-    return 0.0
-
-
 def write_results(output_dir: Path, split: str, results: dict) -> None:
     """`<split>_results.json`, and the same keys merged into all_results.json, as transformers' Trainer does. Earlier
     results of the split are replaced in both."""
@@ -103,36 +93,6 @@ def _format_value(key: str, value) -> str:
     if key == "total_flos":
         return f"{value / 1e9:,.0f}GF"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def step_line(row: dict) -> str:
-    """One line per logged step, like torchtitan's; fields that the row lacks are left out."""
-    parts = [f"step: {row['step']}/{row['total_steps']}"]
-    parts += [
-        f"{name}: {row[key]:{form}}{unit}"
-        for name, key, form, unit in (
-            ("epoch", "epoch", ".2f", ""),
-            ("loss", "loss", ".4f", ""),
-            ("step_loss", "step_loss", ".4f", ""),
-            ("ppl", "train_perplexity", ".3f", ""),
-            ("grad_norm", "grad_norm", ".3f", ""),
-            ("lr", "learning_rate", ".2e", ""),
-            ("memory", "peak_memory_gb", ".2f", "GB"),
-            ("tps", "tokens_per_second", ",.0f", ""),
-            ("tps/gpu", "unpadded_tokens_per_second_per_gpu", ",.0f", ""),
-            ("tflops", "tflops_per_device", ".2f", ""),
-            ("mfu", "mfu", ".1%", ""),
-        )
-        if key in row
-    ]
-    parts.append(f"data wait: {row['data_wait_seconds'] / max(row['step_seconds'], 1e-9):.0%}")
-    if row["step"] < row["total_steps"]:
-        parts.append(f"eta: {timedelta(seconds=round((row['total_steps'] - row['step']) * row['step_seconds']))}")
-    if row.get("checkpoint_seconds", 0) >= 0.05:
-        parts.append(f"checkpoint: {row['checkpoint_seconds']:.1f}s")
-    if row.get("skipped_steps"):
-        parts.append(f"skipped: {row['skipped_steps']}")
-    return "  ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -279,7 +239,7 @@ class RunLogger:
         step = row["step"]
         if step % self._every and step not in (1, row["total_steps"]) and "eval_loss" not in row:
             return ""
-        return console.step_line(row, self._held_out, console.columns() - len("HH:MM:SS "))
+        return terminal_line(row, self._held_out, console.columns() - len("HH:MM:SS "))
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """Write a step's rows of quant_stats.jsonl, if any."""

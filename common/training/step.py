@@ -21,8 +21,8 @@ from common.data.loader import StepCounts, TrainStep
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.precision.build import Precision
+from common.training.log_row import StepResult
 from common.training.optim import update_unless
-from common.training.progress import StepResult
 from common.training.task import Task
 
 COLLECT_EVERY = 50  # steps between garbage collections

@@ -23,6 +23,7 @@ from pathlib import Path
 from common.cli import MachineFault, UserError, one_line
 from common.distributed.stopping import PREEMPTED
 from common.files.safe_files import read_json_lines, write_json
+from common.training.log_row import FIELDS
 from common.training.run_directory import EVENTS, WANDB_RUN
 from common.training.run_logger import LogFlags, Tracker
 
@@ -30,10 +31,6 @@ logger = logging.getLogger(__name__)
 
 STEP = "train/global_step"  # the Trainer's name
 CURVES = "train/curves"
-PERF = re.compile(
-    r".*(tokens_per_second(_per_gpu)?|(step|wait|backward|optimizer|checkpoint)_seconds|rank_seconds_\w+)"
-    r"|slowest_rank|tflops_per_device|peak_memory_gb|mfu"
-)
 DOWNSTREAM = re.compile("eval_(contacts|mutations|probe)_")
 RESENT = 100  # rows: more than a run logs in the seconds that W&B's process buffers
 
@@ -186,7 +183,7 @@ def _name(key: str) -> str:
         return key
     if DOWNSTREAM.match(key):
         return f"downstream/{key.removeprefix('eval_')}"
-    if PERF.fullmatch(key) and not key.startswith("train_"):
+    if key in {field.name for field in FIELDS if field.group == "perf"}:
         return f"perf/{key}"
     group, _, name = key.partition("_")
     if group in ("eval", "test"):

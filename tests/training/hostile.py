@@ -324,6 +324,13 @@ STATES = [
     ("resolved of another type", state("resolved", "total_steps", value="many"), "resolved: total_steps is 'many'"),
     ("row without a step", state("unfinished_row", value={}), "no row of metrics"),
     ("row of texts", state("unfinished_row", value={"step": 1, "loss": "x"}), "unfinished_row: loss is 'x'"),
+    ("sums that are texts", state("row_sums", value={"loss": ["x", 1]}), "row_sums: 'loss' is 'x'"),
+    ("sums that are numbers", state("row_sums", value={"loss": 1.0}), "row_sums: 'loss' is 1.0, expected two"),
+    (
+        "host that rules a terminal",
+        state("row_sums", value={"slowest_host": ["\x1b[2J", 1]}),
+        "row_sums: 'slowest_host'",
+    ),
     ("factor that is negative", state("gradient_factor", value=-1), "a count is below 0"),
     ("skipped steps that are numbers", state("skipped_lately", value=[1]), "skipped_lately is"),
     ("a list", written("trainer_state.json", b"[]"), "refused"),

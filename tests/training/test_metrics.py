@@ -15,9 +15,9 @@ from common.data.training_data import PreparedData
 from common.models.esm2.alphabet import ESM2_TOKENS, LAST_RESIDUE
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.training import run_logger as metrics
+from common.training.log_row import peak_memory_gb, step_line
 from common.training.masked_lm import MaskedLM
-from common.training.run_logger import format_block, peak_flops, step_line, write_results
+from common.training.run_logger import format_block, peak_flops, write_results
 from tests.live_runs import trajectory
 from tests.training_fixtures import (
     NUM_TEST,
@@ -273,8 +273,8 @@ def test_log_has_step_lines_and_blocks(evaluated_run):
 
 def test_peak_memory_never_falls():
     block = torch.ones(100_000_000)  # 0.4 GB
-    during = metrics.peak_memory_gb(torch.device("cpu"))
+    during = peak_memory_gb(torch.device("cpu"))
     del block
     assert during > 0.4
     # The kernel's count of pages lags by a few per core.
-    assert metrics.peak_memory_gb(torch.device("cpu")) > during - 0.01
+    assert peak_memory_gb(torch.device("cpu")) > during - 0.01

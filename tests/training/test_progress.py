@@ -16,8 +16,9 @@ from common.data.training_data import open_data
 from common.distributed.world import World
 from common.flags import flat
 from common.models.esm2.alphabet import ESM2_TOKENS
+from common.training.log_row import StepResult
 from common.training.loop import train as train_model
-from common.training.progress import RunPlan, StepResult, TrainerState, plan_run
+from common.training.progress import RunPlan, TrainerState, plan_run
 from common.training.results import training_results
 from common.training.resume import check_same_data
 from tests.data_fixtures import load_script
@@ -175,30 +176,6 @@ def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
         UserError, match="--max_skipped_steps 2 skipped in a row .step 3: loss inf.*; step 4: loss inf"
     ):
         state.check_divergence(2)
-
-
-def test_row_loss_is_the_mean_since_the_last_row():
-    state, counts = TrainerState(), StepCounts(3, 10, 100, 2, 0, 64)
-
-    def after(*losses: float) -> dict:
-        for loss in losses:
-            result = StepResult(loss, 1.0, not math.isfinite(loss), 0.1, 0.1, [])
-            state.advance({}, 1.5, counts, 7.0, 0.5, result)
-        return state.pop_row_loss()
-
-    assert after(3.0, math.inf, 2.0) == {"loss": 2.5, "train_perplexity": math.exp(2.5)}
-    assert after(math.nan) == {}, "all skipped"
-    assert after(800.0)["train_perplexity"] == math.exp(700), "no overflow"
-    assert (state.loss_total, state.skipped_steps) == (805.0, 2)
-
-
-def test_row_loss_of_earlier_version_is_the_mean_of_new_steps():
-    saved = asdict(TrainerState(step=5, loss_total=15.0))
-    del saved["row_loss"], saved["row_steps"]
-    state = TrainerState(**saved)
-    result = StepResult(2.0, 1, False, 1, 1, [])
-    state.advance({}, 1.5, StepCounts(3, 10, 100, 2, 0, 64), 7.0, 1, result)
-    assert (state.pop_row_loss()["loss"], state.loss_total) == (2.0, 17.0)
 
 
 def test_trainer_state_counts_unknown_characters_and_warns_once(caplog):

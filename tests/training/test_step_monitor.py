@@ -14,7 +14,8 @@ import torch
 
 from common.cli import UserError
 from common.models.esm2.model import Esm2ForMaskedLM
-from common.training.run_logger import parse_steps, step_line
+from common.training.log_row import step_line
+from common.training.run_logger import parse_steps
 from tests.live_runs import newest_step, trajectory
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
 

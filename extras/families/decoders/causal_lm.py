@@ -20,8 +20,8 @@ from common.data.packs_per_step import PacksPerStep
 from common.models.layers.initialise import count_parameters
 from common.training.curves import PlotLabels
 from common.training.evaluation import held_out_results
+from common.training.log_row import step_line
 from common.training.protein_losses import Evaluation
-from common.training.run_logger import step_line
 from common.training.task import Task
 from extras.families.decoders.causal_arguments import CausalArguments
 from extras.families.decoders.config import TRAINED_CONTEXT
