@@ -24,7 +24,7 @@ RESULTS = {
 
 
 @dataclass(frozen=True)
-class StepFlags(Flags):
+class BatchFlags(Flags):
     """How data of any kind become steps: batch sizes, number of steps, workers."""
 
     group = "batches"
@@ -118,7 +118,7 @@ class StepFlags(Flags):
 
 
 @dataclass(frozen=True)
-class SourceFlags(StepFlags):
+class SourceFlags(BatchFlags):
     """Where the records of a run come from: what step 1 prepared, or files as they are."""
 
     group = "data"

@@ -17,7 +17,7 @@ from common.cli import UserError
 from common.data import TokenSet
 from common.data.clusters import cluster_numbers, open_clusters
 from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates
-from common.data.flags import DataFlags, StepFlags
+from common.data.flags import BatchFlags, DataFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches, uneven
 from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep
@@ -192,7 +192,7 @@ def open_data(
     return data
 
 
-def packs_per_step(flags: StepFlags, mesh: Mesh, pack_tokens: int, saved: int | str | None = None) -> PacksPerStep:
+def packs_per_step(flags: BatchFlags, mesh: Mesh, pack_tokens: int, saved: int | str | None = None) -> PacksPerStep:
     """Packs in a global step: the flag, else what the checkpoint has, else as many as each rank accumulates.
 
     pack_tokens: of a pack, for --tokens_per_step. `TrainingData.check_ranks` checks that the ranks can share them.
@@ -234,7 +234,7 @@ def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh, one_shape: 
 
 def rank_batches(
     collator: Collator,
-    flags: StepFlags,
+    flags: BatchFlags,
     mesh: Mesh,
     pad: int,
     mask: int = -1,
@@ -253,7 +253,7 @@ def rank_batches(
 
 
 def filled(
-    collator: Collator, flags: StepFlags, pad: int, tokens: int, predicted: float, sequences: int | None = None
+    collator: Collator, flags: BatchFlags, pad: int, tokens: int, predicted: float, sequences: int | None = None
 ) -> FillingCollator:
     """Fills all batches up to one shape. tokens, predicted: as `rank_batches`; sequences: in a batch, default: as many
     as packs of so many tokens have."""

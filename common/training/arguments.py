@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from common.cli import UserError
-from common.data.flags import StepFlags
+from common.data.flags import BatchFlags
 from common.distributed.run import ProcessFlags
 from common.distributed.strategy import StrategyFlags
 from common.flags import Flags, Missing, flag
@@ -167,7 +167,7 @@ class RunArguments(Flags, ABC):
     unlisted = ("hub_model_id", "stop_after_minutes", "yes")
 
     model: BackendFlags = field(default_factory=BackendFlags)
-    data: StepFlags = field(default_factory=StepFlags)
+    data: BatchFlags = field(default_factory=BatchFlags)
     optimizer: OptimizerFlags = field(default_factory=OptimizerFlags)
     precision: PrecisionFlags = field(default_factory=PrecisionFlags)
     process: ProcessFlags = field(default_factory=ProcessFlags)

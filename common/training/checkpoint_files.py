@@ -81,20 +81,6 @@ def read_listed(path: Path, name: str) -> dict:
         raise UserError(f"{path / name}: refused: {one_line(error)}") from error
 
 
-def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
-    """UserError unless the manifest's `model` equals the fingerprint."""
-    model = {"hidden_act": fingerprint.get("hidden_act")} | model  # missing in older checkpoints
-    flags = {"hidden_act": "hidden_act (--gelu)"}
-    differing = [
-        f"{flags.get(k, k)} {shorten(model.get(k))} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v
-    ]
-    if differing:
-        raise UserError(
-            f"{path}: the checkpoint is of another model: {', '.join(differing)}; choose another --output_dir, "
-            "or --overwrite_output_dir"
-        )
-
-
 def check_file(path: Path, recorded: list[int]) -> None:
     """Corrupt unless `path` is a regular file of the recorded size and checksum. Compares the size before reading."""
     try:

@@ -22,7 +22,7 @@ WORTH_SAYING_S = 60.0
 LONG_S = 86400.0  # a run that takes longer is asked for --yes
 
 
-class Duration:
+class TimeBudget:
     """Of this start of a run. The clock of rank 0 counts, from here on.
 
     results: the Evaluator's; step, last_step: those done, and the run's. A run that resumes was begun on purpose: it

@@ -20,7 +20,7 @@ from common.distributed.world import World
 from common.hooks import extra
 from common.training.arguments import RunArguments
 from common.training.checkpoint import SaveSchedule
-from common.training.duration import Duration
+from common.training.duration import TimeBudget
 from common.training.log_row import RowWindow, StepRecord
 from common.training.results import export_model, run_info, training_results, write_evaluations
 from common.training.resume import plan_resume
@@ -72,7 +72,7 @@ def train_steps(run: Run) -> None:
     if first_row is None:
         logger.info("Step %d of %d is done already: nothing to train", state.step, run.plan.last_step or state.step)
         return
-    limit = Duration(args, world, run.evaluator.results, state.step, run.last_step)
+    budget = TimeBudget(args, world, run.evaluator.results, state.step, run.last_step)
     begin_training(run, first_row)
     if args.eval_on_start and state.step == 0:
         state.keep_row({"step": 0, "epoch": 0.0})
@@ -85,7 +85,7 @@ def train_steps(run: Run) -> None:
     progress_bar = run.log.progress_bar(run.last_step, state.step)
     stopped = False
     with closing(iter(loader)) as steps, progress_bar as bar, scheduled_gc() as collect:
-        prefetcher = StepPrefetcher(steps, task, world, saves.is_due_by_clock, limit.is_over)
+        prefetcher = StepPrefetcher(steps, task, world, saves.is_due_by_clock, budget.is_over)
         window, saving = RowWindow(state.row_sums), 0.0
         while not run.done:
             step = take_step(run, prefetcher, saving)
@@ -95,8 +95,8 @@ def train_steps(run: Run) -> None:
             window.add(step)
             bar.update()
             if prefetcher.is_over and not run.done:
-                run.plan = limit.ended(run.plan, state.step)
-            limit.after_step(state.step, step.seconds)
+                run.plan = budget.ended(run.plan, state.step)
+            budget.after_step(state.step, step.seconds)
             collect(state.step)
             if not log_step(run, window, step):
                 stopped = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,28 +14,13 @@ from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData, packs_per_step
 from common.distributed.world import World
 from common.files.safe_files import LARGEST_INT, check_type, shorten
-from common.models.layers.backend import KEPT
+from common.models.layers.backend import KEPT_ON_RESUME
 from common.training.arguments import RunArguments
 from common.training.log_row import StepResult, check_row, check_sums
+from common.training.same_run import COMPARED_BY, changed_flags
 from common.training.schedule import default_warmup_steps
 
 logger = logging.getLogger(__name__)
-
-# Flags that may change on resume without a warning.
-HARMLESS = {
-    "resume_from_checkpoint",
-    "overwrite_output_dir",
-    "stop_at_step",
-    "stop_after_minutes",
-    "disable_tqdm",
-    "yes",
-}
-
-# Flags by which evaluations are compared (common.training.best): values before a change are of something else.
-COMPARED_BY = {
-    *("metric_for_best_model", "greater_is_better", "eval_dataset", "max_eval_samples"),
-    *("eval_mlm_probability", "eval_mask_replace_prob"),
-}
 
 # Types of the saved values that are used; others are only compared and shown.
 _SAVED = {
@@ -165,12 +149,8 @@ class TrainerState:
         """
         arguments = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in arguments.items()}
         arguments = {k: v for k, v in arguments.items() if isinstance(v, str | int | float | bool | None)}
-        arguments |= {name: implementation[name] for name in KEPT if name in implementation}
-        saved = self.arguments
-        changed = {
-            k: f"{k} {saved[k]} -> {v}" for k, v in arguments.items() if k not in HARMLESS and saved.get(k, v) != v
-        }
-        if changed:  # not refused: another --save_steps is fine
+        arguments |= {name: implementation[name] for name in KEPT_ON_RESUME if name in implementation}
+        if changed := changed_flags(self.arguments, arguments):  # not refused: another --save_steps is fine
             logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed.values()))
         if self.best_metric is not None and changed.keys() & COMPARED_BY:
             logger.info("The best evaluation so far, of step %s, is forgotten", self.best_global_step)
@@ -237,24 +217,6 @@ class TrainerState:
         if not self.step or self.arguments.get("warmup_steps") is not None:
             return default
         return self.resolved.get("warmup_steps", default)
-
-    def check_same_start(self, flags: RunArguments) -> None:
-        """UserError if --model_name_or_path names other weights than the run started from, which would be ignored, or
-        --optim another optimiser, whose state the checkpoint does not have."""
-        optim, saved = flags.optimizer.optim, self.arguments.get("optim", "adamw_torch_fused")
-        if optim != saved:
-            raise UserError(
-                f"--optim {optim}: the checkpoint has the state of {saved}: resume with --optim {saved}, or start "
-                "a new run from its weights (python -m extras.export CHECKPOINT DIR, then --model_name_or_path DIR)"
-            )
-        given = flags.model.model_name_or_path
-        before = self.arguments.get("model_name_or_path", given)
-        if given and (before is None or os.path.abspath(given) != os.path.abspath(before)):
-            raise UserError(
-                f"--output_dir {flags.checkpoint.output_dir}: the run there started from "
-                f"{before or 'random weights'} and resumes with its own, not with those of --model_name_or_path "
-                f"{given}: choose another --output_dir, or start anew there with --overwrite_output_dir"
-            )
 
 
 def _check_position(position: dict) -> None:

@@ -26,8 +26,8 @@ from common.software import software
 from common.training.arguments import RunArguments
 from common.training.evaluation import Evaluator
 from common.training.progress import RunPlan, TrainerState
-from common.training.resume import short_identity
 from common.training.run_logger import RunLogger
+from common.training.same_run import short_identity
 from common.training.task import BuiltModel, Task
 
 logger = logging.getLogger(__name__)

@@ -9,17 +9,17 @@ from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
-from common.models.layers.backend import BACKENDS, KEPT
+from common.models.layers.backend import BACKENDS, KEPT_ON_RESUME
 from common.training.arguments import RunArguments
 from common.training.checkpoint_files import (
     MANIFEST,
     TRAINER_STATE,
     check_nothing_was_completed,
-    check_same_model,
     read_listed,
     read_manifest,
 )
 from common.training.progress import TrainerState
+from common.training.same_run import check_same_data, check_same_model, check_same_start
 from common.training.usable import damage_of, newest_usable
 
 
@@ -38,15 +38,16 @@ class ResumePlan:
 
     @property
     def implementation(self) -> dict[str, str]:
-        """{name in KEPT: what the run has used so far}; {} for a new run or where none is recorded."""
+        """{name in KEPT_ON_RESUME: what the run has used so far}; {} for a new run or where none is recorded."""
         saved = self.state.arguments
-        return {k: str(saved.get(k)) for k in KEPT} if saved.get("backend") in BACKENDS else {}
+        return {k: str(saved.get(k)) for k in KEPT_ON_RESUME} if saved.get("backend") in BACKENDS else {}
 
     def check(self, fingerprint: dict, args: RunArguments, data: TrainingData) -> None:
         """UserError if the checkpoint is of another model, other initial weights or other data. No collective."""
+        output_dir = args.checkpoint.output_dir
         if self.checkpoint is not None:
             check_same_model(self.checkpoint, self.model, fingerprint)
-            self.state.check_same_start(args)
+            check_same_start(self.state.arguments, args.model.model_name_or_path, args.optimizer.optim, output_dir)
             check_same_data(self.state.data, data.identity)
 
 
@@ -112,26 +113,3 @@ def requested_checkpoint(flag: str | None, output_dir: Path, restarted: bool) ->
         return True
     inside = [] if (path / MANIFEST).exists() else list_checkpoints(path)
     return inside[0][1] if inside else path
-
-
-def check_same_data(saved: dict, now: dict) -> None:
-    """UserError naming what differs, unless a position in one batch plan is valid in the other."""
-    if "dataset" in saved and saved["dataset"] != now["dataset"]:
-        before, after = short_identity(saved["dataset"]), short_identity(now["dataset"])
-        raise UserError(
-            f"the data have changed since the checkpoint (their hash was {before}; now {after}): give those it was "
-            "trained on, or start a new run from its final_model/ with --model_name_or_path and another --output_dir"
-        )
-    differing = [f"{k} {saved.get(k)!r} (now {v!r})" for k, v in now.items() if saved.get(k) != v]
-    differing += [f"{k} {v!r} (now not used)" for k, v in saved.items() if k not in now]
-    if differing:
-        raise UserError(
-            f"the checkpoint stands in another order of batches: {', '.join(differing)}; give the same flags, or "
-            "start a new run from its final_model/ with --model_name_or_path and another --output_dir"
-        )
-
-
-def short_identity(identity: str) -> str:
-    """The first digits of a hash, and the number of records if it is followed by one."""
-    digest, _, records = str(identity).partition("-")
-    return f"{digest[:12]}, {records} records" if records else digest[:12]

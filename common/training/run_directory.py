@@ -8,20 +8,18 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import os
 import shutil
-import sys
 import time
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 from common.cli import UserError
 from common.files.runs import CHECKPOINT, METRICS, RUN_INFO, list_checkpoints
 from common.files.safe_files import open_private
 from common.training.checkpoint_files import PARTIAL, SAVED, SUPERSEDED
+from common.training.same_run import is_restart_of, this_job
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +39,6 @@ LOSSES = ("eval*_losses.parquet", "eval*_losses_best.parquet", "test_losses.parq
 TRACKER_FILES = f"{EVENTS}/events.out.tfevents.*"
 # A file server releases a dead machine's lock when its lease ends: 90 s by default for NFS 4.
 LOCK_PATIENCE_S = 150.0
-# An operator restarts a finished job's pod within seconds; later than this it is a user who starts the job again.
-DONE_FOR_S = 3600.0
 
 
 class RunDirectory:
@@ -64,7 +60,7 @@ class RunDirectory:
             self._remove_created()
             raise
         # Read through this handle: closing any other handle of the file would release a POSIX lock.
-        self.restarted = _is_restart_of(self._handle.read())
+        self.restarted = is_restart_of(self._handle.read())
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -89,11 +85,11 @@ class RunDirectory:
 
     def claim(self) -> None:
         """Record this job as the one that wrote here last."""
-        self._write(_job())
+        self._write(this_job())
 
     def done(self) -> None:
         """Record that the job has finished."""
-        self._write(_job() | {"done": time.time()})
+        self._write(this_job() | {"done": time.time()})
 
     def close(self) -> None:
         with suppress(OSError):  # closing flushes, which fails on a full disk
@@ -153,59 +149,6 @@ def _is_same_file(path: Path, handle: TextIOWrapper) -> bool:
         return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _job() -> dict:
-    """The identity of this job, to tell its restarts (by torchrun, an operator, the batch system) from new jobs.
-
-    That is its id in the batch system, which no two jobs share. torchrun's --rdzv_id may be shared (the guides'
-    variables make it a constant), so it counts with the torchrun process and the command line.
-    """
-    if slurm := os.environ.get("SLURM_JOB_ID"):
-        return {"job": f"slurm {slurm}", "uid": slurm}
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id is None:
-        return {"job": None}
-    one_node = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
-    return {
-        "job": None if run_id == "none" else f"torchelastic {run_id}",  # "none" is torchrun's default for all jobs
-        "torchrun": _parent_process(),
-        "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
-        "command": sys.argv[1:],
-        "uid": os.environ.get("JOB_UID"),  # a Kubernetes job's (extras/launch/restarts.py)
-    }
-
-
-def _parent_process() -> str | None:
-    """Boot id, pid and start time of the parent process, unique over machines; None without /proc."""
-    pid = os.getppid()
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {pid} {started}"
-    except OSError:
-        return None
-
-
-def _is_restart_of(text: str) -> bool:
-    """text: of the .run file, written by this version or an earlier one."""
-    now = _job()
-    before: dict[str, Any]
-    try:
-        before = json.loads(text)
-    except ValueError:
-        before = {"job": text}
-    if now.get("torchrun") and before.get("torchrun") == now["torchrun"]:
-        return True
-    if now.get("uid") and before.get("uid"):  # either is missing if the Kubernetes API did not answer
-        return (now["job"], now["uid"]) == (before.get("job"), before["uid"])
-    if now["job"] is None or now["job"] != before.get("job"):
-        return False
-    # The same --rdzv_id is still a new job if a user started both by hand (torchrun on one machine, outside of
-    # Kubernetes), if the flags differ, or if the earlier one finished long ago.
-    both_by_hand = now.get("by_hand") and before.get("by_hand")
-    other_flags = before.get("command", now.get("command")) != now.get("command")
-    long_done = time.time() - before.get("done", math.inf) > DONE_FOR_S
-    return not (both_by_hand or other_flags or long_done)
 
 
 def clear(output_dir: Path) -> None:

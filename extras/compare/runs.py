@@ -18,10 +18,9 @@ from common.files.safe_files import read_json_lines
 from common.training.arguments import DownstreamFlags, DryRunFlags, LearningRateFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.curves import read_results
-from common.training.progress import HARMLESS
 from common.training.protein_losses import ProteinLosses, read_losses
-from common.training.resume import short_identity
 from common.training.run_logger import LogFlags
+from common.training.same_run import FREE_TO_CHANGE, short_identity
 from common.training.verdict import held_out_key
 from extras.plan.find_learning_rate.search import WITHOUT_EFFECT as OF_LOADING
 
@@ -32,7 +31,7 @@ STATE = "trainer_state.json"
 NO_EFFECT_GROUPS = (CheckpointFlags, LogFlags, DryRunFlags, LearningRateFlags, DownstreamFlags)
 # Flags that do not change a run's losses. Those of the evaluation are covered by the hash of its questions, the places
 # of the data by their hash, where the run was stopped by `Run.settings`.
-WITHOUT_EFFECT = {each.name for group in NO_EFFECT_GROUPS for each in fields(group)} | HARMLESS | OF_LOADING
+WITHOUT_EFFECT = {each.name for group in NO_EFFECT_GROUPS for each in fields(group)} | FREE_TO_CHANGE | OF_LOADING
 WITHOUT_EFFECT |= {
     "do_train",
     "do_eval",

@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from common.cli import BAD_INPUT, UserError, one_line
 from common.distributed.stopping import PREEMPTED
 from common.files.safe_files import open_private
+from common.training.same_run import unique_job_id
 
 MAX_STARTS = 3
 FILE = ".starts"
@@ -135,8 +136,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._counter = None
         if worker_group.group_rank == 0 and self.output_dir:
-            job = os.environ.get("SLURM_JOB_ID") or os.environ.get("JOB_UID")  # these are unique, unlike a job's name
-            self._counter = RestartCounter(self.output_dir, job or worker_group.spec.rdzv_handler.get_run_id())
+            job = unique_job_id() or worker_group.spec.rdzv_handler.get_run_id()
+            self._counter = RestartCounter(self.output_dir, job)
             if self._count_next:
                 self._counter.increment()
         self._count_next = False

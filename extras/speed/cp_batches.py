@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.data.collators import IGNORE, Batch, Collator
 from common.data.crops import Pack
-from common.data.flags import StepFlags
+from common.data.flags import BatchFlags
 from common.data.training_data import filled
 from common.distributed.world import Mesh
 from common.shape_buckets import predicted_positions, sequences_of_packs
@@ -33,7 +33,7 @@ def cp_pack(batch: Batch, device: torch.device) -> CpPack:
 
 
 def cp_batches(
-    collator: Collator, flags: StepFlags, mesh: Mesh, pad: int, mask: int, filled_to: int, predicted: float
+    collator: Collator, flags: BatchFlags, mesh: Mesh, pad: int, mask: int, filled_to: int, predicted: float
 ) -> Collator:
     """As `rank_batches`, of this rank's slices."""
     multiple = 1  # a contiguous share is not padded

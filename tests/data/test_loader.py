@@ -20,7 +20,7 @@ from datasets import Dataset, Features, List, Value
 
 from common.cli import UserError
 from common.data.collators import MaskingCollator, MaskRates
-from common.data.flags import StepFlags
+from common.data.flags import BatchFlags
 from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches, uneven
 from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep
@@ -51,13 +51,13 @@ FEATURES = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
     ],
 )
 def test_packs_per_step_follows_from_flags_and_ranks(ranks, flags, packs):
-    assert packs_per_step(StepFlags(**flags), Mesh(size=ranks), 16_384).plain == packs
-    assert packs_per_step(StepFlags(**flags), Mesh(size=2 * ranks, cp_size=2), 16_384).plain == packs
+    assert packs_per_step(BatchFlags(**flags), Mesh(size=ranks), 16_384).plain == packs
+    assert packs_per_step(BatchFlags(**flags), Mesh(size=2 * ranks, cp_size=2), 16_384).plain == packs
 
 
 def test_tokens_per_step_excludes_packs_per_step():
     with pytest.raises(UserError, match="--packs_per_step and --tokens_per_step exclude each other"):
-        StepFlags(max_steps=1, tokens_per_step=100, packs_per_step=2).check()
+        BatchFlags(max_steps=1, tokens_per_step=100, packs_per_step=2).check()
 
 
 def save(path, records):

@@ -11,7 +11,7 @@ import pytest
 
 from common.cli import UserError
 from common.data.collators import MaskingCollator
-from common.data.flags import DataFlags, StepFlags
+from common.data.flags import BatchFlags, DataFlags
 from common.data.loader import PlannedOrder, TrainLoader, merge_positions, read_tokens
 from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep
@@ -61,7 +61,7 @@ def test_steps_for_counts_steps_of_all_stages(schedule, first):
 )
 def test_packs_per_step_schedule_that_is_none_is_refused(schedule):
     with pytest.raises(UserError, match=r"^--packs_per_step_schedule '.*: expected at most 100 step:packs pairs, the"):
-        StepFlags(max_steps=1, packs_per_step_schedule=schedule).check()
+        BatchFlags(max_steps=1, packs_per_step_schedule=schedule).check()
 
 
 @pytest.mark.parametrize(

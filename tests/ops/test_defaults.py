@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.sizes import PLANS
-from common.data.flags import StepFlags
+from common.data.flags import BatchFlags
 from common.data.packing import BatchPlan
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
@@ -79,7 +79,7 @@ def of_pods(name: str, script: str, directory: Path, model: str) -> dict:
 def step_tokens(args: dict, ranks: int) -> int:
     """Tokens of a global step, with the packs that the training script takes."""
     pack = args["per_device_train_batch_size"] * args["max_seq_length"]
-    flags = StepFlags(**{name: args[name] for name in ("tokens_per_step", "packs_per_step")})
+    flags = BatchFlags(**{name: args[name] for name in ("tokens_per_step", "packs_per_step")})
     return packs_per_step(flags, Mesh(size=ranks), pack).most * pack
 
 
@@ -133,7 +133,7 @@ def test_slurm_flags_replace_the_batch(flags, packs, tmp_path):
     if packs is None:
         assert (args["tokens_per_step"], args["gradient_accumulation_steps"]) == (None, 3)
     else:
-        given = StepFlags(**{name: args[name] for name in ("tokens_per_step", "packs_per_step")})
+        given = BatchFlags(**{name: args[name] for name in ("tokens_per_step", "packs_per_step")})
         assert packs_per_step(given, Mesh(size=2), args["tokens_per_pack"]).plain == packs
 
 

@@ -19,7 +19,7 @@ import yaml
 from common.cli import UserError
 from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES
-from common.training import run_directory
+from common.training import run_directory, same_run
 from tests.data_fixtures import numbered, write_fasta
 from tests.forked import run_script
 from tests.patience import receive
@@ -272,7 +272,7 @@ def test_run_directory_new_torchrun_of_same_rdzv_id_is_new_job(tmp_path, monkeyp
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     parent = "A"
-    monkeypatch.setattr(run_directory, "_parent_process", lambda: parent)
+    monkeypatch.setattr(same_run, "_parent_process", lambda: parent)
     out = tmp_path / "out"
 
     def restarted() -> bool:
@@ -302,7 +302,7 @@ def test_run_directory_identifies_job_by_uid_flags_or_time(tmp_path, monkeypatch
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("KUBERNETES_SERVICE_HOST", "10.0.0.1")):
         monkeypatch.setenv(name, value)
     pods = count()
-    monkeypatch.setattr(run_directory, "_parent_process", lambda: str(next(pods)))
+    monkeypatch.setattr(same_run, "_parent_process", lambda: str(next(pods)))
 
     def restarted(done: bool = False) -> bool:
         with closing(run_directory.RunDirectory(tmp_path)) as directory:
@@ -314,7 +314,7 @@ def test_run_directory_identifies_job_by_uid_flags_or_time(tmp_path, monkeypatch
     assert not restarted()
     assert restarted(done=True)
     assert restarted(done=True), "a pod that is started again while the job ends"
-    monkeypatch.setattr(run_directory, "DONE_FOR_S", -1.0)
+    monkeypatch.setattr(same_run, "DONE_FOR_S", -1.0)
     assert not restarted()
     assert restarted()
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--learning_rate=1"])

@@ -10,7 +10,7 @@ import torch
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.training.duration import LONG_S, TIMED, WARM, Duration
+from common.training.duration import LONG_S, TIMED, WARM, TimeBudget
 from tests.training_fixtures import _main, arguments, flags_of, on_ranks, rows, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -40,7 +40,7 @@ def test_run_ends_after_minutes_with_results_and_model_and_goes_on(dataset, tmp_
 
 
 def estimated(seconds: float, step: int = 0, **flags) -> None:
-    of_run = Duration(arguments("x", **flags), ALONE, {}, step, FOREVER)
+    of_run = TimeBudget(arguments("x", **flags), ALONE, {}, step, FOREVER)
     for number in range(1, WARM + TIMED + 2):
         of_run.after_step(step + number, 1e3 if number == WARM else seconds)
 

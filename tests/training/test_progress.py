@@ -20,7 +20,7 @@ from common.training.log_row import StepResult
 from common.training.loop import train as train_model
 from common.training.progress import RunPlan, TrainerState, plan_run
 from common.training.results import training_results
-from common.training.resume import check_same_data
+from common.training.same_run import check_same_data
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, rows, train
 

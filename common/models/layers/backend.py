@@ -22,7 +22,7 @@ from common.hooks import extra
 STOCK = {"hf": "sdpa", "hf_flash": "flash_attention_2"}  # {backend: attention of transformers' layers}
 BACKENDS = ("auto", "te", "torch", *STOCK)
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-KEPT = ("backend", "gelu", "bf16_residual")  # of `BuiltModel.implementation`, by a run that resumes
+KEPT_ON_RESUME = ("backend", "gelu", "bf16_residual")  # of `BuiltModel.implementation`, by a run that resumes
 FLASH_ATTENTION = ("auto", "fa2", "fa3", "fa4")
 BF16_SINCE = (8, 0)  # compute capability
 # What a run on a GPU without Transformer Engine lacks, for the log.

@@ -15,7 +15,7 @@ import numpy as np
 from common.cli import UserError
 from common.data import TokenSet
 from common.data.alphabet import Alphabet
-from common.data.flags import DataFlags, StepFlags
+from common.data.flags import BatchFlags, DataFlags
 from common.data.loader import Order, ProteinStore
 from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import open_split
@@ -127,7 +127,7 @@ class StreamedData:
     num_examples = None
     end = None
 
-    def __init__(self, flags: StepFlags):
+    def __init__(self, flags: BatchFlags):
         self.flags = flags
 
     def total_steps(self, packs_per_step: PacksPerStep, step: int, position: dict) -> int:

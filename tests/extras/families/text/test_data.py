@@ -17,7 +17,7 @@ from common.data.packing import Position
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh, World
 from common.flags import changed_defaults, with_flags
-from common.training.resume import check_same_data
+from common.training.same_run import check_same_data
 from extras.families.text.causal import ContextPlan, causal_batches
 from extras.families.text.data import held_out_contexts, open_text
 from extras.families.text.flags import TextFlags
