@@ -12,7 +12,6 @@ from typing import Any
 from common.cli import UserError
 from common.console import duration, is_terminal
 from common.distributed.world import World
-from common.training.arguments import RunArguments
 from common.training.progress import RunPlan
 
 logger = logging.getLogger(__name__)
@@ -25,12 +24,20 @@ LONG_S = 86400.0  # a run that takes longer is asked for --yes
 class TimeBudget:
     """Of this start of a run. The clock of rank 0 counts, from here on.
 
-    results: the Evaluator's; step, last_step: those done, and the run's. A run that resumes was begun on purpose: it
-    needs no --yes.
+    minutes: --stop_after_minutes; confirmed: --yes; results: the Evaluator's; step, last_step: those done, and the
+    run's. A run that resumes was begun on purpose: it needs no --yes.
     """
 
-    def __init__(self, args: RunArguments, world: World, results: Mapping[str, Any], step: int, last_step: int):
-        self.minutes, self.confirmed, self.world = args.stop_after_minutes, args.yes or step > 0, world
+    def __init__(
+        self,
+        minutes: float | None,
+        confirmed: bool,
+        world: World,
+        results: Mapping[str, Any],
+        step: int,
+        last_step: int,
+    ):
+        self.minutes, self.confirmed, self.world = minutes, confirmed or step > 0, world
         self.results = results
         self.began, self.first, self.last = time.monotonic(), step, last_step
         self.steps: list[float] = []  # seconds

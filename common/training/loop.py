@@ -17,6 +17,7 @@ from common.data.loader import merge_positions
 from common.distributed.run import distributed_run
 from common.distributed.stopping import Preempted
 from common.distributed.world import World
+from common.files.runs import FINAL_MODEL
 from common.hooks import extra
 from common.training.arguments import RunArguments
 from common.training.checkpoint import SaveSchedule
@@ -51,7 +52,8 @@ def run_training(args: RunArguments, build: Build, world: World) -> None:
             if is_main:
                 directory = stack.enter_context(RunDirectory(Path(args.checkpoint.output_dir)))
         # With the directory locked, no other run can change the checkpoints.
-        resume = plan_resume(args, world.broadcast_object(directory and directory.restarted), world)
+        restarted = world.broadcast_object(directory and directory.restarted)
+        resume = plan_resume(args.checkpoint, args.do_train, restarted, world)
         run = set_up(args, build, world, resume, directory, stack)
         if args.do_train:
             train_steps(run)
@@ -72,7 +74,8 @@ def train_steps(run: Run) -> None:
     if first_row is None:
         logger.info("Step %d of %d is done already: nothing to train", state.step, run.plan.last_step or state.step)
         return
-    budget = TimeBudget(args, world, run.evaluator.results, state.step, run.last_step)
+    results = run.evaluator.results
+    budget = TimeBudget(args.stop_after_minutes, args.yes, world, results, state.step, run.last_step)
     begin_training(run, first_row)
     if args.eval_on_start and state.step == 0:
         state.keep_row({"step": 0, "epoch": 0.0})
@@ -223,11 +226,20 @@ def end(run: Run) -> None:
         state = run.best.load(state, run.checkpointer, run.strategy, run.built)
     if args.do_eval:
         logger.info("*** Evaluate ***")
-        if not write_evaluations(run.evaluator, log, args, state):
+        if not write_evaluations(run.evaluator, log, state, args.best.load_best_model_at_end, args.do_train):
             raise Preempted
     if args.do_train:
         log.trainer_state(asdict(run.state))
     if is_complete if args.save_final_model is None else args.save_final_model:
-        export_model(task, state, world, run.strategy.full_tensor, run.evaluator.fitted(), run.evaluator.results)
+        export_model(
+            task,
+            state,
+            world,
+            gather=run.strategy.full_tensor,
+            directory=Path(args.checkpoint.output_dir) / FINAL_MODEL,
+            hub_model_id=args.hub_model_id,
+            fitted=run.evaluator.fitted(),
+            results=run.evaluator.results,
+        )
     if args.do_train:
         log.draw_last()

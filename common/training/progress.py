@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from common.cli import UserError, one_line
+from common.data.flags import BatchFlags
 from common.data.loader import StepCounts
 from common.data.packing import Position
 from common.data.packs_per_step import PacksPerStep
@@ -196,15 +197,15 @@ class TrainerState:
                 "them: resume from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
             )
 
-    def saved_steps(self, flags: RunArguments, packs: PacksPerStep) -> tuple[int | None, int | None]:
+    def saved_steps(self, flags: BatchFlags, packs: PacksPerStep) -> tuple[int | None, int | None]:
         """(total_steps, last_step) of the run that is resumed, (None, None) if its length is computed anew.
 
         A run of epochs keeps its total_steps, and with it the schedule. last_step is of versions that ended a run
         after a number of steps, not of records.
         """
         before = (self.arguments.get("num_train_epochs"), self.packs_per_step)
-        counted_in_epochs = flags.data.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
-        if not counted_in_epochs or before != (flags.data.num_train_epochs, packs.plain):
+        counted_in_epochs = flags.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
+        if not counted_in_epochs or before != (flags.num_train_epochs, packs.plain):
             return None, None
         stopped = self.arguments.get("stop_at_step") is not None
         return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
@@ -245,7 +246,7 @@ def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world:
         kept = args.data.tokens_per_step in (None, state.arguments.get("tokens_per_step"))
         packs = packs_per_step(args.data, world.mesh, args.pack_tokens, state.packs_per_step if kept else None)
         data.check_packs(PacksPerStep.of(state.packs_per_step or packs), packs)
-        total_steps, last_step = state.saved_steps(args, packs)
+        total_steps, last_step = state.saved_steps(args.data, packs)
         if total_steps is None:
             total_steps = data.total_steps(packs, state.step, state.position)
     world.assert_same({"total_steps": total_steps, "packs_per_step": packs.plain})

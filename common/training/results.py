@@ -17,7 +17,7 @@ from common.cli import UserError, one_line
 from common.console import is_terminal
 from common.data.training_data import PlannedData, TrainingData
 from common.distributed.world import World
-from common.files.runs import FINAL_MODEL, resolve_directory
+from common.files.runs import resolve_directory
 from common.flags import flat
 from common.hooks import extra
 from common.models.layers.initialise import count_parameters
@@ -58,8 +58,8 @@ def announce(
     )
     for name, value in () if is_terminal() else counts:  # as in the guides' logs
         logger.info("  %s = %s", name, f"{value:,}" if isinstance(value, int) else value)
-    logger.info("  Weights: %s", describe_weights(args, state.step))
-    if not state.step and (warning := warn_of_unused_weights(args)):
+    logger.info("  Weights: %s", describe_weights(args.model.model_name_or_path, args.data.seed, state.step))
+    if not state.step and (warning := warn_of_unused_weights(args.model.model_name_or_path, args.model_named)):
         logger.warning("%s", warning)
     for line in built.remarks:
         logger.info("  %s", line)
@@ -102,23 +102,24 @@ def _epochs(requested: float, data: TrainingData) -> int | str:
     return int(requested) if requested == epochs else f"{requested:g}: to the nearest pack, {epochs:.6g}"
 
 
-def describe_weights(args: RunArguments, step: int) -> str:
-    """Which weights the run starts from, for the log. step: of the checkpoint it resumes from, 0 for none."""
+def describe_weights(weights: str | None, seed: int, step: int) -> str:
+    """Which weights the run starts from, for the log. weights: --model_name_or_path; step: of the checkpoint it
+    resumes from, 0 for none."""
     if step:
         return f"from checkpoint-{step}"
-    if not args.model.model_name_or_path:
-        return f"random, seed {args.data.seed}"
-    files = weight_files(directory := str(resolve_directory(args.model.model_name_or_path)))
+    if not weights:
+        return f"random, seed {seed}"
+    files = weight_files(directory := str(resolve_directory(weights)))
     return f"from {directory}" + (f" ({files})" if files else "")
 
 
-def warn_of_unused_weights(args: RunArguments) -> str | None:
-    """A warning if --config_name or --model names a directory with weights: only its configuration is used."""
-    if args.model.model_name_or_path or not args.model_named or not (files := weight_files(args.model_named)):
+def warn_of_unused_weights(weights: str | None, named: str | None) -> str | None:
+    """A warning if --config_name or --model, `named`, is a directory with weights: only its configuration is used."""
+    if weights or not named or not (files := weight_files(named)):
         return None
     return (
-        f"{args.model_named} has weights ({files}), which are not loaded: training starts from random ones; to start "
-        f"from them give --model_name_or_path {args.model_named}"
+        f"{named} has weights ({files}), which are not loaded: training starts from random ones; to start "
+        f"from them give --model_name_or_path {named}"
     )
 
 
@@ -170,22 +171,25 @@ def training_results(state: TrainerState, implementation: dict[str, Any], num_ex
     }
 
 
-def write_evaluations(evaluator: Evaluator, log: RunLogger, args: RunArguments, state: TrainerState) -> bool:
+def write_evaluations(
+    evaluator: Evaluator, log: RunLogger, state: TrainerState, of_best: bool, of_training: bool
+) -> bool:
     """Evaluate on all held-out sets and the test split, and write the results; all ranks together.
 
-    state: of the model. False if the run was stopped meanwhile.
+    state: of the model; of_best: that is the best one; of_training: as `RunLogger.results`. False if the run was
+    stopped meanwhile.
     """
     about = {"epoch": state.epoch}
-    if args.best.load_best_model_at_end:
+    if of_best:
         about |= {"best_global_step": state.step}
     if all(map(evaluator.has, evaluator.task.held_out)):
         if not (results := evaluator.evaluate(state.step, downstream=True)):
             return False
-        log.results("eval", state.step, about | results, of_training=args.do_train)
+        log.results("eval", state.step, about | results, of_training=of_training)
     if evaluator.has("test"):
         if not (results := evaluator.evaluate_split(state.step, "test", "test").results):
             return False
-        log.results("test", state.step, about | results, of_training=args.do_train)
+        log.results("test", state.step, about | results, of_training=of_training)
     log.losses(evaluator.losses(), state.step)
     return True
 
@@ -195,14 +199,15 @@ def export_model(
     state: TrainerState,
     world: World,
     gather: Callable[[Tensor], Tensor],
+    directory: Path,
+    hub_model_id: str | None = None,
     fitted: tuple[dict[str, Tensor], tuple[str, ...]] = ({}, ()),
     results: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write final_model/; all ranks together. Tensors are gathered one at a time and written by rank 0.
+    """Write the model to `directory`; all ranks together. Tensors are gathered one at a time and written by rank 0.
 
-    fitted, results: of the Evaluator, for the model and its card.
+    hub_model_id: upload it there, too; fitted, results: of the Evaluator, for the model and its card.
     """
-    directory = Path(task.flags.checkpoint.output_dir) / FINAL_MODEL
     heads, chains = fitted
     pieces, training = task.exported(gather, heads), Training.of_state(asdict(state))
     training = replace(training, contacts=chains, results=results or {})
@@ -219,7 +224,7 @@ def export_model(
         pass
     world.raise_on_all(failure)
     logger.info("Model %s: %s", task.family.form, directory)
-    if task.flags.hub_model_id:
+    if hub_model_id:
         with world.on_main_rank() as is_main:
             if is_main:
-                extra().push(directory, task.flags.hub_model_id)
+                extra().push(directory, hub_model_id)

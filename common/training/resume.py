@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.cli import UserError
-from common.data.training_data import TrainingData
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.models.layers.backend import BACKENDS, KEPT_ON_RESUME
-from common.training.arguments import RunArguments
+from common.training.checkpoint import CheckpointFlags
 from common.training.checkpoint_files import (
     MANIFEST,
     TRAINER_STATE,
@@ -42,27 +41,29 @@ class ResumePlan:
         saved = self.state.arguments
         return {k: str(saved.get(k)) for k in KEPT_ON_RESUME} if saved.get("backend") in BACKENDS else {}
 
-    def check(self, fingerprint: dict, args: RunArguments, data: TrainingData) -> None:
-        """UserError if the checkpoint is of another model, other initial weights or other data. No collective."""
-        output_dir = args.checkpoint.output_dir
+    def check(self, fingerprint: dict, identity: dict, weights: str | None, optim: str, output_dir: str) -> None:
+        """UserError if the checkpoint is of another model, data, initial weights or optimiser. No collective.
+
+        fingerprint, identity: of the model and of the data; the others: --model_name_or_path, --optim, --output_dir.
+        """
         if self.checkpoint is not None:
             check_same_model(self.checkpoint, self.model, fingerprint)
-            check_same_start(self.state.arguments, args.model.model_name_or_path, args.optimizer.optim, output_dir)
-            check_same_data(self.state.data, data.identity)
+            check_same_start(self.state.arguments, weights, optim, output_dir)
+            check_same_data(self.state.data, identity)
 
 
-def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan:
+def plan_resume(flags: CheckpointFlags, trains: bool, restarted: bool, world: World) -> ResumePlan:
     """Choose and verify the checkpoint to resume from; all ranks together, with the output directory locked.
 
     A restarted job resumes from its own newest checkpoint, whatever its flags say. UserError: the checkpoint
     asked for is damaged, none of several is whole, none is left of an earlier run, or the trainer state is refused.
     """
-    output_dir = Path(args.checkpoint.output_dir)
-    overwrite = args.checkpoint.overwrite_output_dir and args.do_train and not restarted
+    output_dir = Path(flags.output_dir)
+    overwrite = flags.overwrite_output_dir and trains and not restarted
     request: str | bool = False
     with world.on_main_rank() as is_main:
         if is_main:
-            chosen = requested_checkpoint(args.checkpoint.resume_from_checkpoint, output_dir, restarted)
+            chosen = requested_checkpoint(flags.resume_from_checkpoint, output_dir, restarted)
             if overwrite and chosen is True:
                 chosen = False
             if overwrite and isinstance(chosen, Path) and chosen.resolve().parent == output_dir.resolve():
@@ -75,7 +76,7 @@ def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan
     if request is True:
         checkpoint = newest_usable(output_dir, world)
         with world.on_main_rank() as is_main:
-            if is_main and checkpoint is None and args.do_train:
+            if is_main and checkpoint is None and trains:
                 check_nothing_was_completed(output_dir)
     elif request:
         checkpoint = Path(request)

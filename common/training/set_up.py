@@ -87,9 +87,10 @@ def set_up(
     with world.raise_together():
         if directory and args.checkpoint.overwrite_output_dir and args.do_train:
             directory.overwrite()
-    log = RunLogger(args.log, Path(args.checkpoint.output_dir), world, args.precision.bf16)
+    output_dir = Path(args.checkpoint.output_dir)
+    log = RunLogger(args.log, output_dir, world, args.precision.bf16)
     stack.enter_context(log)
-    optimizer = built.optimizer(args, strategy, world)
+    optimizer = built.optimizer(args.optimizer, strategy, world, args.precision.bf16)
     built.precision.attach(optimizer)
     checkpointer = Checkpointer(
         flags=args.checkpoint,
@@ -104,11 +105,17 @@ def set_up(
         tokenizer=task.tokenizer,
     )
     stack.enter_context(checkpointer)
-    monitor = StepMonitor(strategy, built.weights, args, world)
+    monitor = StepMonitor(strategy, built.weights, args.log, output_dir, world)
 
     state = resume.state
     with world.raise_together():
-        resume.check(built.config.fingerprint(), args, task.data)
+        resume.check(
+            fingerprint=built.config.fingerprint(),
+            identity=task.data.identity,
+            weights=args.model.model_name_or_path,
+            optim=args.optimizer.optim,
+            output_dir=args.checkpoint.output_dir,
+        )
     if resume.checkpoint is not None:
         checkpointer.load(resume.checkpoint)
     set_hyperparameters(optimizer, args.optimizer)

@@ -21,9 +21,8 @@ from common.cli import MachineFault
 from common.distributed.strategy import Strategy
 from common.distributed.watchdog import SAVE
 from common.distributed.world import World
-from common.training.arguments import RunArguments
 from common.training.run_directory import TRACES
-from common.training.run_logger import parse_steps
+from common.training.run_logger import LogFlags, parse_steps
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +31,14 @@ _MIX = 0x9E3779B97F4A7C15  # an odd factor, so that positions differ in all bits
 
 
 class StepMonitor:
-    """Called around every step, by all ranks together. weights: those that the optimiser updates."""
+    """Called around every step, by all ranks together. weights: those that the optimiser updates; output_dir: of the
+    run, for traces."""
 
-    def __init__(self, strategy: Strategy, weights: nn.Module, args: RunArguments, world: World):
-        self.every = args.log.straggler_every
+    def __init__(self, strategy: Strategy, weights: nn.Module, flags: LogFlags, output_dir: Path, world: World):
+        self.every = flags.straggler_every
         self.stragglers = Stragglers(strategy, world) if self.every and world.size > 1 else None
         self.parameters, self.world, self.checked = [*weights.parameters()], world, -1
-        self.profiler = StepProfiler(args.log.profile_steps, world, args.checkpoint.output_dir)
+        self.profiler = StepProfiler(flags.profile_steps, world, output_dir)
 
     def before_step(self, step: int) -> None:
         """step: from 1."""
@@ -270,9 +270,9 @@ def _on_gradient(values, call: Callable) -> None:
 class StepProfiler:
     """--profile_steps A-B: a torch profiler trace of these steps, for chrome://tracing or ui.perfetto.dev."""
 
-    def __init__(self, steps: str | None, world: World, output_dir: str | None):
+    def __init__(self, steps: str | None, world: World, output_dir: Path):
         self.steps = parse_steps(steps) if steps else range(0)
-        self.world, self.directory = world, Path(output_dir or "", TRACES).parent
+        self.world, self.directory = world, (output_dir / TRACES).parent
         self.profile: profile | None = None
         self.first = 0
 

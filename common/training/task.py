@@ -25,7 +25,7 @@ from common.models.layers.residual import Model
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
 from common.training.curves import PlotLabels
-from common.training.optim import build_optimizer
+from common.training.optim import OptimizerFlags, build_optimizer
 from common.training.protein_losses import Evaluation
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
@@ -70,11 +70,11 @@ class BuiltModel:
         masters = self.precision.masters
         return masters.weights if masters else self.model
 
-    def optimizer(self, args: RunArguments, strategy: Strategy, world: World) -> torch.optim.Optimizer:
+    def optimizer(self, flags: OptimizerFlags, strategy: Strategy, world: World, bf16: bool) -> torch.optim.Optimizer:
         """Of `weights`; all ranks together."""
         # A family may do without it, as the toy family of the tests does.
-        matrices, bf16 = getattr(self.model, "hidden_matrices", dict)(), args.precision.bf16
-        return build_optimizer(self.weights, matrices, args.optimizer, strategy, world, bf16)
+        matrices = getattr(self.model, "hidden_matrices", dict)()
+        return build_optimizer(self.weights, matrices, flags, strategy, world, bf16)
 
 
 # What a train script brings: (flags, world, backend and GELU of a run that is resumed) -> the model, and its strategy.

@@ -68,7 +68,7 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     task = MaskedLM(built, args, world)
     task.open(evaluates=False)
     strategy = Strategy(built.model)
-    optimizer = built.optimizer(args, strategy, world)
+    optimizer = built.optimizer(args.optimizer, strategy, world, args.precision.bf16)
     stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     built.model.train()
     durations, packs = [], PacksPerStep.of(args.data.gradient_accumulation_steps)

@@ -200,10 +200,10 @@ def test_plan_resume_takes_backend_and_state_from_one_checkpoint(dataset, tmp_pa
         write_json(path / "manifest.json", manifest)
     args = with_flags(arguments(dataset, **FLAGS), output_dir=str(tmp_path))
     alone = World(0, 0, 1, torch.device("cpu"))
-    plan = plan_resume(args, False, alone)
+    plan = plan_resume(args.checkpoint, args.do_train, False, alone)
     assert (plan.checkpoint.name, plan.implementation["backend"]) == ("checkpoint-8", "te")
     DAMAGES["a flipped byte"](tmp_path / "checkpoint-8")
-    plan = plan_resume(args, False, alone)
+    plan = plan_resume(args.checkpoint, args.do_train, False, alone)
     assert (plan.checkpoint.name, plan.state.step) == ("checkpoint-4", 4)
     assert plan.implementation == {"backend": "torch", "gelu": "exact", "bf16_residual": "False"}
 

@@ -40,7 +40,8 @@ def test_run_ends_after_minutes_with_results_and_model_and_goes_on(dataset, tmp_
 
 
 def estimated(seconds: float, step: int = 0, **flags) -> None:
-    of_run = TimeBudget(arguments("x", **flags), ALONE, {}, step, FOREVER)
+    args = arguments("x", **flags)
+    of_run = TimeBudget(args.stop_after_minutes, args.yes, ALONE, {}, step, FOREVER)
     for number in range(1, WARM + TIMED + 2):
         of_run.after_step(step + number, 1e3 if number == WARM else seconds)
 

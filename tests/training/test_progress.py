@@ -115,15 +115,15 @@ def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
     now = {"arguments": {"num_train_epochs": 2, "max_steps": -1}, "packs_per_step": 4}
     begun = TrainerState(**now, resolved={"total_steps": 31, "last_step": None})
     before = TrainerState(**now, resolved={"total_steps": 31, "last_step": 31})
-    assert begun.saved_steps(flags, PacksPerStep.of(4)) == (31, None)
-    assert before.saved_steps(flags, PacksPerStep.of(4)) == (31, 31)
+    assert begun.saved_steps(flags.data, PacksPerStep.of(4)) == (31, None)
+    assert before.saved_steps(flags.data, PacksPerStep.of(4)) == (31, 31)
     for state in (begun, before):
         for other, packs in (({"num_train_epochs": 3}, 4), ({"max_steps": 50}, 4), ({}, 2)):
             others = arguments(dataset, **{"max_steps": -1, "num_train_epochs": 2} | other)
-            assert state.saved_steps(others, PacksPerStep.of(packs)) == (None, None)
-    assert TrainerState().saved_steps(flags, PacksPerStep.of(4)) == (None, None)
+            assert state.saved_steps(others.data, PacksPerStep.of(packs)) == (None, None)
+    assert TrainerState().saved_steps(flags.data, PacksPerStep.of(4)) == (None, None)
     stopped = TrainerState(**now | {"arguments": now["arguments"] | {"stop_at_step": 7}}, resolved={"last_step": 7})
-    assert stopped.saved_steps(flags, PacksPerStep.of(4)) == (None, None)
+    assert stopped.saved_steps(flags.data, PacksPerStep.of(4)) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,11 @@ def test_warn_of_unused_weights_finds_any_format(tmp_path, flag, files, named):
         (tmp_path / name).touch()
     argv = ["--dataset=x", "--max_steps=1", "--output_dir=out"]
     args = parse_run("", ReplicaFlags, [*argv, f"--{flag}={tmp_path}"])
-    warning = warn_of_unused_weights(args)
+    warning = warn_of_unused_weights(args.model.model_name_or_path, args.model_named)
     assert (warning is None) == (named is None)
     if named:
         assert f"{named})" in warning
         assert warning.endswith(f"give --model_name_or_path {tmp_path}")
-    assert describe_weights(args, 0) == f"random, seed {args.data.seed}"
+    assert describe_weights(args.model.model_name_or_path, args.data.seed, 0) == f"random, seed {args.data.seed}"
     given = parse_run("", ReplicaFlags, [*argv, "--config_name=x", f"--model_name_or_path={tmp_path}"])
-    assert warn_of_unused_weights(given) is None
+    assert warn_of_unused_weights(given.model.model_name_or_path, given.model_named) is None

@@ -128,7 +128,7 @@ class FakeRun:
         self.strategy.prepare_dry_run()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
         self._label_weights()
-        optimizer = self.built.optimizer(args, self.strategy, world)
+        optimizer = self.built.optimizer(args.optimizer, self.strategy, world, args.precision.bf16)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # makes the state only, without Muon's communication
         with torch.no_grad():

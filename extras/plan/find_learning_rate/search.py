@@ -104,7 +104,7 @@ class Search:
         task = task_of(args)(built, args, world)
         task.open(evaluates=args.do_eval)
         self._check_data(task.data.identity)
-        optimizer = built.optimizer(args, strategy, world)
+        optimizer = built.optimizer(args.optimizer, strategy, world, args.precision.bf16)
         built.precision.attach(optimizer)
         built.precision.attach_restored(1.0)
         strategy.sync_model_weights()
