@@ -148,7 +148,7 @@ install_for_tests() {
     grep '^einops==' constraints.txt
   )"
   # A CUDA build of torch brings its own.
-  [ "$build" = cuda ] || install_apart triton "a test of --triton_adamw" triton==3.9.0
+  [ "$build" = cuda ] || install_apart triton "a test of triton_adamw" triton==3.9.0
   # Tables, which are read without importing it: it would bring TensorFlow.
   install_apart mavenn "tests on measured mutations" mavenn==1.1.4
 }

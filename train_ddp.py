@@ -25,7 +25,7 @@ from common.training.task import BuiltModel
 
 @dataclass(frozen=True)
 class DdpFlags(ReplicaFlags):
-    unlisted = ("cp_size", "cp_layout", "cp_comm_type", "pad_sequences_to_be_divisible_by")  # train_ddp_cp.py's
+    unlisted = ("cp_size",)  # of train_ddp_cp.py
 
     def check_in(self, run: RunArguments) -> None:
         if run.process.cp_size > 1:

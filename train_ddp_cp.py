@@ -25,7 +25,7 @@ from common.training.task import BuiltModel
 
 @dataclass(frozen=True)
 class DdpCpFlags(ReplicaFlags):
-    changed = {"cp_size": flag(2, "Neighbouring ranks that share each pack.")}
+    changed = {"cp_size": flag(2, "Neighbouring ranks that share each pack. Raise it for longer sequences.")}
 
 
 def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:

@@ -40,22 +40,31 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class FsdpFlags(RecomputeFlags):
-    advanced = ("forward_prefetch", "sync_each_batch")
+    advanced = ("cpu_offload", "hsdp_shard_size")
+    unlisted = ("param_dtype", "forward_prefetch", "sync_each_batch")
 
     sharding_strategy: str | None = flag(
         None,
-        "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ". Default: full; "
+        "To trade memory for traffic. "
+        + "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items())
+        + ". Default: full; "
         "hybrid across nodes of GPUs where it fits.",
         choices=STRATEGIES,
     )
-    hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
+    hsdp_shard_size: int | None = flag(
+        None, "With hybrid, to share a copy among fewer or more ranks than a node has. Default: those of a node."
+    )
     param_dtype: str = flag(
         "fp32",
         "Dtype of the master weights; bf16: weights, gradients and moments in half the memory.",
         choices=("fp32", "bf16"),
     )
-    offload_activations: bool = flag(False, "Keep activations in host memory between forward and backward.")
-    cpu_offload: bool = flag(False, "Keep weights, gradients and optimiser in host memory.")
+    offload_activations: bool = flag(
+        False, "If memory runs out: keep activations in host memory between forward and backward."
+    )
+    cpu_offload: bool = flag(
+        False, "If weights are too large for the GPUs: keep weights, gradients and optimiser in host memory."
+    )
     sync_each_batch: bool = flag(False, "Reduce-scatter gradients after every micro-batch: less memory, more traffic.")
     forward_prefetch: int = flag(1, "Layers whose weights are gathered ahead of use.")
 

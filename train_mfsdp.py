@@ -29,20 +29,28 @@ from extras.speed.megatron import STRATEGIES, MegatronSharded
 @dataclass(frozen=True)
 class MegatronFlags(RecomputeFlags):
     needs_layers = True  # their hooks gather the weights
-    advanced = ("init_model_with_meta_device", "calculate_per_token_loss")
-    # Their only working value is the default.
-    unlisted = ("check_for_nan_in_grad", "overlap_grad_reduce", "overlap_param_gather", "average_in_collective")
+    advanced = ("hsdp_shard_size", "preserve_fp32_weights", "grad_reduce_in_fp32")
+    unlisted = (
+        *("sync_model_each_microbatch", "init_model_with_meta_device", "calculate_per_token_loss"),
+        # Their only working value is the default.
+        *("check_for_nan_in_grad", "overlap_grad_reduce", "overlap_param_gather", "average_in_collective"),
+    )
 
     zero_dp_strategy: str = flag(
         "optim_grads_params",
-        "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".",
+        "To trade memory for traffic. " + "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".",
         choices=STRATEGIES,
     )
     hsdp_shard_size: int | None = flag(
-        None, "Ranks that share one copy. Default: all; for FSDP2 with hybrid, a node's."
+        None, "To share a copy among fewer ranks: how many. Default: all; for FSDP2 with hybrid, a node's."
     )
-    preserve_fp32_weights: bool = flag(True, "With --bf16: fp32 master weights; else weights and moments are bf16.")
-    grad_reduce_in_fp32: bool = flag(True, "With --bf16: reduce gradients in fp32; else in bf16, half the traffic.")
+    preserve_fp32_weights: bool = flag(
+        True, "With --bf16: fp32 master weights; False: to save memory, bf16 weights and moments, with --bf16."
+    )
+    grad_reduce_in_fp32: bool = flag(
+        True,
+        "With --bf16: reduce gradients in fp32; False: to halve the traffic, reduce gradients in bf16, with --bf16.",
+    )
     init_model_with_meta_device: bool | None = flag(
         None, "Materialise the weights one bucket at a time. Default: where anything is sharded."
     )

@@ -13,6 +13,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 
 ROOT = Path(__file__).resolve().parents[1]
+# Keys of a file of flags that are no flags of a command line, of any train script.
+FILE_ONLY = {
+    *("cp_comm_type", "cp_layout", "cuda_graphs", "ddp_bucket_dtype", "device_reserve", "eval_mask_replace_prob"),
+    *("eval_mlm_probability", "fp8_scaled_mm", "fused_gelu", "mask_replace_prob", "packs_per_step_schedule"),
+    *("random_replace_prob", "straggler_every", "triton_adamw"),
+}
 WARMUP = 2  # steps of `training_speed` that are not timed
 
 
@@ -54,7 +61,21 @@ def torchrun(ranks: int) -> list[str]:
 
 def words(flags: Mapping[str, object]) -> list[str]:
     """As on a command line; a flag whose value is True stands alone."""
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+    first, rest = file_first(flags)
+    return [*first, *(f"--{name}" if value is True else f"--{name}={value}" for name, value in rest.items())]
+
+
+def file_first(flags: Mapping[str, object]) -> tuple[list[str], dict[str, object]]:
+    """(a file of those of these flags that are keys of one alone, which its name says; or nothing, the others)."""
+    keys = {name: value for name, value in flags.items() if name in FILE_ONLY and value is not None}
+    rest = {name: value for name, value in flags.items() if name not in FILE_ONLY}
+    if not keys:
+        return [], rest
+    file = Path(tempfile.gettempdir()) / f"{'-'.join(f'{name}={value}' for name, value in keys.items())}.json"
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(keys))
+    partial.replace(file)
+    return [str(file)], rest
 
 
 def completed(

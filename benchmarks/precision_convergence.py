@@ -32,17 +32,17 @@ from common.models.esm2.config import load_config, override
 BASE = "BF16"
 # Flags of each; of a model with n layers, {half} is 1 to n/2: NVFP4's authors keep the last layers in BF16.
 EMULATED = {
-    BASE: [],
-    "FP8 delayed": ["--fp8", "--emulate_precision"],
-    "MXFP8": ["--fp8", "--fp8_recipe=mxfp8", "--emulate_precision"],
-    "NVFP4 half": ["--fp4", "--fp4_layers={half}", "--emulate_precision"],
-    "NVFP4 all": ["--fp4", "--emulate_precision"],
+    BASE: {},
+    "FP8 delayed": {"fp8": True, "emulate_precision": True},
+    "MXFP8": {"fp8": True, "fp8_recipe": "mxfp8", "emulate_precision": True},
+    "NVFP4 half": {"fp4": True, "fp4_layers": "{half}", "emulate_precision": True},
+    "NVFP4 all": {"fp4": True, "emulate_precision": True},
 }
 FORMATS = EMULATED | {
-    "FP32": ["--bf16=False"],
-    "BF16 buckets": ["--ddp_bucket_dtype=bf16"],
-    "BF16 residual": ["--bf16_residual"],
-    "BF16 buckets and residual": ["--ddp_bucket_dtype=bf16", "--bf16_residual"],
+    "FP32": {"bf16": False},
+    "BF16 buckets": {"ddp_bucket_dtype": "bf16"},
+    "BF16 residual": {"bf16_residual": True},
+    "BF16 buckets and residual": {"ddp_bucket_dtype": "bf16", "bf16_residual": True},
 }
 LOSS = "eval_loss_masked"  # of the hidden residues
 LAST_PART = 0.25  # of the curve, whose mean is less noisy than its last point
@@ -104,12 +104,15 @@ def command_of(args: Arguments, name: str, seed: str) -> list[str]:
         "logging_steps": every,
         "backend": "torch",
         "save_final_model": False,
+        "bf16": True,
+        "do_eval": True,
+        "disable_tqdm": True,
     }
-    flags = words({key: value for key, value in shared.items() if value is not None})
     half = f"1-{max(1, config.num_hidden_layers // 2)}"
-    own = [flag.format(half=half) for flag in FORMATS[name]]
+    own = {key: half if value == "{half}" else value for key, value in FORMATS[name].items()}
+    flags = words({key: value for key, value in (shared | own).items() if value is not None})
     launcher = torchrun(args.ranks) if args.ranks > 1 else [sys.executable]
-    return [*launcher, str(ROOT / "train_ddp.py"), *flags, "--bf16", "--do_eval", "--disable_tqdm", *own]
+    return [*launcher, str(ROOT / "train_ddp.py"), *flags]
 
 
 def train(args: Arguments) -> int:

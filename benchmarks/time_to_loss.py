@@ -138,7 +138,6 @@ class Run:
             "save_total_limit": 1,
             "save_final_model": False,
             "do_eval": True,
-            "eval_mlm_probability": 0.15,  # whatever a recipe trains on
             "disable_tqdm": True,
         }
         change = flags.pop("change")

@@ -9,7 +9,7 @@ import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 COMMAND = re.compile(r"\s*(python|torchrun) ")
 CLOSE = 0.8  # difflib's ratio: --learing_rate is close to --learning_rate (0.96), --use_fsdp not to --use_cpu (0.67)
@@ -28,21 +28,52 @@ ORDER = (
 )
 
 
-def help_text(program: str, description: str | None, specs: Iterable[Any], idle: dict[str, str], all_: bool) -> str:
+# Of a flag, see common.flags.Flags; the first that names it counts. Neither `unlisted` nor `file_only` has a line.
+LEVELS = ("file_only", "unlisted", "required", "advanced")
+
+
+class FlagSpec(NamedTuple):
+    """A flag as the command line, --help and docs/flags.md show it. type: its annotation."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+    aliases: tuple[str, ...]
+    choices: tuple[str, ...]  # empty: any value
+    group: str
+    level: str  # one of LEVELS, or empty
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its bare name means True."""
+        return "bool" in self.type
+
+    @property
+    def options(self) -> list[str]:
+        """Its names on a command line, without those that switch it off."""
+        names = [f"--{self.name}", *self.aliases]
+        return [*names, *(f"--{name[2:].replace('_', '-')}" for name in names if "_" in name)]
+
+
+def help_text(
+    program: str, description: str | None, specs: Iterable[FlagSpec], idle: dict[str, str], all_: bool
+) -> str:
     """For a terminal as wide as this one, 100 columns at most.
 
-    specs: the flags, as common.flags.FlagSpec; idle: {name accepted for compatibility: why it does nothing}; all_: of
-    --help_all.
+    idle: {name accepted for compatibility: why it does nothing}; all_: of --help_all.
     """
     from common.console import columns
 
     width = columns()
     groups: dict[str, list[str]] = {}
-    unlisted, hidden = [], 0
+    unlisted, file_only, hidden = [], [], 0
     for spec in specs:
         if spec.level == "unlisted":
             unlisted.append(f"--{spec.name}")
-        if spec.level == "unlisted" or (spec.level == "advanced" and not all_):
+        elif spec.level == "file_only":
+            file_only.append(spec.name)
+        if spec.level in ("unlisted", "file_only") or (spec.level == "advanced" and not all_):
             hidden += 1
             continue
         group = REQUIRED if spec.level == "required" else spec.group
@@ -56,6 +87,9 @@ def help_text(program: str, description: str | None, specs: Iterable[Any], idle:
     lines += ["", *textwrap.wrap("A file of flags, YAML or JSON, may come first; flags after it win.", width)]
     if all_ and unlisted:
         lines += textwrap.wrap(f"Rarely of use, see docs/flags.md: {', '.join(unlisted)}.", width)
+    if all_ and file_only:
+        names = ", ".join(file_only)
+        lines += textwrap.wrap(f"Keys of a file of flags alone, see docs/flags.md: {names}.", width)
     if all_ and idle:
         names = ", ".join(f"--{name}" for name in idle)
         lines += textwrap.wrap(f"Accepted for compatibility, without effect: {names}.", width)
@@ -91,7 +125,7 @@ def _filled(lines: list[str], width: int) -> Iterator[str]:
         yield from " \\\n".join(parts).replace("\0", " ").splitlines()
 
 
-def _lines(spec: Any, width: int) -> Iterator[str]:
+def _lines(spec: FlagSpec, width: int) -> Iterator[str]:
     names, text = [f"--{spec.name}", *spec.aliases], spec.help
     value = f" {{{','.join(spec.choices)}}}" if spec.choices else _value(spec.type)
     if spec.default is True and not value:  # only switching it off makes sense

@@ -17,10 +17,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
 import yaml
 
 from common.cli import UserError, is_first_on_node, one_line
-from common.cli_help import did_you_mean, help_text
+from common.cli_help import LEVELS, FlagSpec, did_you_mean, help_text
 
 T = TypeVar("T")
-LEVELS = ("unlisted", "required", "advanced")  # of a flag in --help, see `Flags`; the first that names it counts
 
 
 def flag(default, text: str, *aliases: str, choices: Iterable[str] | Callable[[], Iterable[str]] = ()):
@@ -63,12 +62,13 @@ class Flags:
     belongs_to: ClassVar[dict[str, str]] = {}
     changed: ClassVar[dict[str, Any]] = {}
     idle: ClassVar[dict[str, str]] = {}
-    # For --help: the title of the class's flags, those every run needs, those only --help_all shows, and those it
-    # only names.
+    # For --help: the title of the class's flags, those every run needs, those that --help_all lists and --help does
+    # not, and those that both only name. Last, keys of a file of flags that are no flags of a command line.
     group: ClassVar[str] = "options"
     required: ClassVar[tuple[str, ...]] = ()
     advanced: ClassVar[tuple[str, ...]] = ()
     unlisted: ClassVar[tuple[str, ...]] = ()
+    file_only: ClassVar[tuple[str, ...]] = ()
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def parse_arguments(
     if argv and is_file_of_flags(argv[0]):
         file, *argv = argv
         of_file = parser.parse_file(file)
-    given = parser.split(argv)
+    given = parser.split(argv, file)
     overrides, last_wins, belongs_to = {}, set(), {}
     for kind in (kind for part in groups(defaults) for kind in type(part).__mro__):
         overrides |= vars(kind).get("overrides", {})
@@ -219,30 +219,6 @@ def parse_arguments(
         if where is None and isinstance(error, UserError):
             raise
         raise UserError(f"{where}: {one_line(error)}" if where else one_line(error)) from error
-
-
-class FlagSpec(NamedTuple):
-    """A flag as the command line, --help and docs/flags.md show it. type: its annotation."""
-
-    name: str
-    type: str
-    default: Any
-    help: str
-    aliases: tuple[str, ...]
-    choices: tuple[str, ...]  # empty: any value
-    group: str
-    level: str  # one of LEVELS, or empty
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether its bare name means True."""
-        return "bool" in self.type
-
-    @property
-    def options(self) -> list[str]:
-        """Its names on a command line, without those that switch it off."""
-        names = [f"--{self.name}", *self.aliases]
-        return [*names, *(f"--{name[2:].replace('_', '-')}" for name in names if "_" in name)]
 
 
 def changes(args: Any) -> dict[str, Any]:
@@ -287,6 +263,7 @@ class _Parser(argparse.ArgumentParser):
         self.specs, self.where, self.elsewhere = flag_specs(defaults), "", elsewhere
         self.idle = {name: why for part in groups(defaults) for name, why in getattr(part, "idle", {}).items()}
         self.lists = {spec.name for spec in self.specs if "list" in spec.type}
+        self.file_only = {spec.name for spec in self.specs if spec.level == "file_only"}
         self.options = {}
         for spec in self.specs:
             self._add(spec.name, spec.options, _converter(spec.type), spec.is_switch, spec.name in self.lists)
@@ -314,8 +291,11 @@ class _Parser(argparse.ArgumentParser):
             self.error(self._unknown(unknown))
         return vars(found)
 
-    def split(self, argv: list[str]) -> list[tuple[str, list[str]]]:
-        """A command line as (flag, the words that give it), in order."""
+    def split(self, argv: list[str], file: str | None) -> list[tuple[str, list[str]]]:
+        """A command line as (flag, the words that give it), in order. file: the file of flags before it.
+
+        UserError for a key of a file of flags.
+        """
         self.values(argv)  # unknown flags are errors before anything else
         parts: list[tuple[str, list[str]]] = []
         for word in argv:
@@ -323,6 +303,12 @@ class _Parser(argparse.ArgumentParser):
             if name or not parts:
                 parts.append((name or "", []))
             parts[-1][1].append(word)
+        for name, words in parts:
+            if name in self.file_only:
+                value = self.values(words)[name]
+                line = f"`{name}: {str(value).lower() if isinstance(value, bool) else value}`"
+                where = f"{file} or a copy of it" if file else f"FILE.yaml and give that first: {self.prog} FILE.yaml"
+                raise UserError(f"--{name} is a key of a file of flags: write {line} into {where}")
         return parts
 
     def parse_file(self, name: str) -> dict[str, list[str]]:

@@ -15,7 +15,8 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.flags import FlagSpec, changed_defaults, flag_specs  # noqa: E402
+from common.cli_help import FlagSpec  # noqa: E402
+from common.flags import changed_defaults, flag_specs  # noqa: E402
 from common.training.arguments import RunArguments  # noqa: E402
 from common.training.masked_lm import TrainArguments  # noqa: E402
 from common.training.parse import arguments_of  # noqa: E402
@@ -85,10 +86,13 @@ def page() -> str:
         others = "".join(f", {script} {shown(value)}" for script, value in having.items() if value != default)
         text = text_of(ours[name])
         only = "" if name in of_all else f"{', '.join(having)}: "
-        return f"`--{name}`", shown(default) + others, *more, only + text
+        key = name if ours[name].level == "file_only" else f"--{name}"
+        return f"`{key}`", shown(default) + others, *more, only + text
 
     same = [row(name, shown(theirs[name])) for name in sorted(ours.keys() & theirs.keys())]
-    own = [row(name) for name in sorted(ours.keys() - theirs.keys())]
+    file_only = {name for name, spec in ours.items() if spec.level == "file_only"}
+    own = [row(name) for name in sorted(ours.keys() - theirs.keys() - file_only)]
+    keys = [row(name) for name in sorted(file_only)]
     absent = {name: TRANSFORMERS[name] for name in sorted(theirs.keys() - ours.keys())}
     return f"""# Flags
 
@@ -124,6 +128,12 @@ python -m extras.migrate 'python train_fsdp2.py --config-name L0_sanity fp8_conf
 ## Only here
 
 {table(("flag", "default", ""), own)}
+## Keys of a file of flags
+
+Few runs need these. They are no flags of a command line: write `key: value` into a YAML or JSON file, and give it
+first, as in `python train_ddp.py my_run.yaml --output_dir out` ([files of flags](training.md#files-of-flags)).
+
+{table(("key", "default", ""), keys)}
 ## Of decoders
 
 With `--model` or `--model_type` a script trains a decoder ([decoders.md](decoders.md)). These flags are then new, or

@@ -207,8 +207,8 @@ Keys of `metrics.jsonl`, every `--logging_steps`. What stands behind them: [trai
 
 Keys of `metrics.jsonl`, every `--eval_steps`, and of `eval_results.json`. `test_results.json` has the same of the test
 split, as `test_...` and `test_perplexity`, without contacts, mutations and probes. Sets of `--eval_dataset NAME=...`
-have `eval_NAME_...`. An evaluation selects 15 % of the residues (`--eval_mlm_probability`), always the same; of those
-80 % are hidden behind `<mask>` (`--eval_mask_replace_prob`), half of the rest stays, and half is replaced. Without a
+have `eval_NAME_...`. An evaluation selects 15 % of the residues (`eval_mlm_probability`), always the same; of those
+80 % are hidden behind `<mask>` (`eval_mask_replace_prob`), half of the rest stays, and half is replaced. Without a
 residue of a kind there is no loss of it. `<file>`: a file's name without its ending. `<range>`: `short` (6 to 11
 residues apart), `medium` (12 to 23) or `long`; L: the chain's length.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import UserError, run
-from common.flags import FlagSpec
+from common.cli_help import FlagSpec
 from extras.interop.foreign_flags import (
     ACCELERATE,
     CLM_DEFAULTS,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.measuring import file_first
 from tests.training_fixtures import _main, on_ranks
 
 SIZES = {"hidden_width": 48, "num_layers": 2, "num_heads": 6, "num_key_value_heads": 2, "intermediate_size": 80}
@@ -44,8 +45,8 @@ def write_text(directory: Path, seed: int = 11) -> Path:
 
 def decoder_flags(text: Path | None, output_dir: Path | None, **flags) -> list[str]:
     """The command line of a run of the tiny model; `flags` add to it, None takes away."""
-    chosen = {"dataset": text, "checkpoint_dir": output_dir} | FLAGS | flags
-    return [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+    first, chosen = file_first({"dataset": text, "checkpoint_dir": output_dir} | FLAGS | flags)
+    return [*first, *(f"--{name}={value}" for name, value in chosen.items() if value is not None)]
 
 
 def train_decoder(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks.measuring import FILE_ONLY
 from common.cli import UserError
+from common.cli_help import FlagSpec
 from common.data.flags import DataFlags
-from common.flags import Flags, checked, flag, flag_specs, flat, parse_arguments, with_flags
+from common.flags import Flags, changed_defaults, checked, flag, flag_specs, flat, parse_arguments, with_flags
 from common.models.esm2.family import ModelFlags
 from common.training.arguments import RunArguments
 from common.training.checkpoint import CheckpointFlags
-from common.training.parse import arguments_of
+from common.training.parse import arguments_of, parse_run
+from tests.conftest import ROOT
 from tests.data_fixtures import environment, load_script
 from tests.forked import run_script
 
@@ -23,8 +29,33 @@ TRAINING = [(script, ()) for script in STRATEGIES] + [("train_fsdp2.py", ("--mod
 DATA = [(script, ()) for script in ("0.download_data.py", "1.tokenize_uniref_csv.py", "1.tokenize_text.py")]
 
 
+# How a line says when one would change the flag; those that every run has to think of need not.
+WHEN = re.compile(r"\b([Ii]f|[Ff]or|[Tt]o|[Ii]nstead|[Ii]n place|[Rr]aise|[Ll]ower|[Cc]hange)\b")
+NEEDED = {"output_dir", "task"}
+OTHER = {  # values of keys of a file of flags, where True is none
+    "cp_comm_type": "all_gather",
+    "cp_layout": "contiguous",
+    "ddp_bucket_dtype": "bf16",
+    "device_reserve": 2.5,
+    "eval_mask_replace_prob": 0.5,
+    "eval_mlm_probability": 0.3,
+    "mask_replace_prob": 0.7,
+    "packs_per_step_schedule": "0:2,9:4",
+    "random_replace_prob": 0.2,
+    "straggler_every": 7,
+}
+
+
 def flags_of(script: str) -> RunArguments:
     return arguments_of(getattr(load_script(script), STRATEGIES[script]), "mlm")
+
+
+def specs_of(script: str, task: str) -> list[FlagSpec]:
+    return flag_specs(changed_defaults(arguments_of(getattr(load_script(script), STRATEGIES[script]), task)))
+
+
+def file_only(script: str) -> list[str]:
+    return [spec.name for spec in specs_of(script, "mlm") if spec.level == "file_only"]
 
 
 def said(script: str, *flags: str) -> list[str]:
@@ -64,15 +95,57 @@ def test_module_help_has_a_purpose(module):
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_help_all_lists_every_flag(script):
     of_it = "\n".join(said(script, "--help_all"))
-    shown = set(re.findall(r"--(?:no_)?(\w+)", of_it))
+    of_it, _, keys = of_it.partition("\nKeys of a file of flags alone, see docs/flags.md: ")
+    shown = set(re.findall(r"--(?:no_)?(\w+)", of_it)) | set(re.findall(r"\w+", keys))
     assert set(flat(flags_of(script))) <= shown
+    assert not set(file_only(script)) & set(re.findall(r"--(?:no_)?(\w+)", "\n".join(said(script, "--help_all"))))
     assert "--help_all: " not in of_it
     assert "--help_all: " in "\n".join(said(script, "--help"))
 
 
-def test_help_all_lists_at_most_75_flags_of_train_ddp():
-    lines = said("train_ddp.py", "--help_all")
-    assert 60 < sum(line.startswith("  --") for line in lines) <= 75
+@pytest.mark.parametrize("task", ["mlm", "clm"])
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_help_all_lists_at_most_60_flags_and_when_to_change_them(script, task):
+    """A flag above 60 replaces another one, or is unlisted, or a key of a file of flags."""
+    lines = said(script, "--task", task, "--help_all")
+    assert 50 < sum(line.startswith("  --") for line in lines) <= 60
+    listed = [spec for spec in specs_of(script, task) if spec.level not in ("unlisted", "file_only")]
+    assert [spec.name for spec in listed if not WHEN.search(spec.help) and spec.name not in NEEDED] == []
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_key_of_a_file_of_flags_is_no_flag_of_a_command_line(script, tmp_path):
+    given = {"config_name": "facebook/esm2_t6_8M_UR50D", "dataset_dir": "x", "output_dir": "y", "bf16": True}
+    given |= {"fp8": True, "fp8_recipe": "current", "cp_size": 1 if script == "train_ddp.py" else 2}
+    others = OTHER | ({"cp_layout": "dual_chunk"} if script == "train_ddp.py" else {})
+    own = file_only(script)
+    file, strategy = tmp_path / "run.yaml", getattr(load_script(script), STRATEGIES[script])
+    assert len(own) >= 11
+    for name in own:
+        value = others.get(name, True)
+        file.write_text(yaml.safe_dump(given | {name: value}))
+        assert flat(parse_run("", strategy, [str(file)]))[name] == value
+        words = [f"--{name}"] if value is True else [f"--{name.replace('_', '-')}", str(value)]
+        line = f"`{name}: {str(value).lower()}`"
+        with pytest.raises(UserError) as refused:
+            parse_run("", strategy, words)
+        prog = Path(sys.argv[0]).name
+        instead = f"write {line} into FILE.yaml and give that first: {prog} FILE.yaml"
+        assert str(refused.value) == f"--{name} is a key of a file of flags: {instead}"
+        with pytest.raises(UserError, match=f"write {line} into {file} or a copy of it$"):
+            parse_run("", strategy, [str(file), *words])
+
+
+def test_no_document_types_a_key_of_a_file_of_flags():
+    keys = {name for script in STRATEGIES for name in file_only(script)}
+    assert keys == FILE_ONLY, "those of benchmarks/measuring.py"
+    typed = re.compile(rf"--(?:no_)?(?:{'|'.join(keys)})\b")
+    files = [ROOT / "README.md", ROOT / "quickstart.sh", *(ROOT / "docs").glob("*.md")]
+    files += [
+        file for name in ("configs", "kubernetes", "slurm") for file in (ROOT / name).rglob("*") if file.is_file()
+    ]
+    found = {file.name: typed.findall(file.read_text()) for file in files if file.name != "log.md"}
+    assert {name: words for name, words in found.items() if words} == {}
 
 
 def test_help_all_names_flags_without_effect_in_one_line():
@@ -95,9 +168,10 @@ def test_help_shows_choices_beside_their_flag(script):
         except UserError as error:
             if choices := re.search(rf"--{spec.name} nonsense: choose (.*)", str(error)):
                 beside = f"--{spec.name} {{{choices[1].replace(', ', ',')}}}"
-                found += spec.level != "unlisted"
-                assert spec.level == "unlisted" or beside in shown, beside
-    assert found >= 7
+                is_listed = spec.level not in ("unlisted", "file_only")
+                found += is_listed
+                assert not is_listed or beside in shown, beside
+    assert found >= 5
 
 
 def test_help_breaks_many_choices_after_commas_and_no_word_at_a_hyphen(capsys, monkeypatch):

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from benchmarks.measuring import file_first
 from common.files.safe_files import read_json_lines
 from common.flags import checked, with_flags
 from common.models.layers.compiling import compile_layers
@@ -67,13 +68,13 @@ def dataset_of_tests(directory: Path) -> Path:
 def flags_of(dataset_dir: Path | None, output_dir: Path, **flags) -> list[str]:
     """The command line of a run of the tiny model for 12 steps, each logged; `flags` add to it, None takes away."""
     model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
-    chosen = {"dataset_dir": dataset_dir, "output_dir": output_dir} | model | DEFAULTS | flags
+    first, chosen = file_first({"dataset_dir": dataset_dir, "output_dir": output_dir} | model | DEFAULTS | flags)
     words = [
         [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
         for name, value in chosen.items()
         if value is not None
     ]
-    return [word for group in words for word in group]
+    return [*first, *(word for group in words for word in group)]
 
 
 def arguments(dataset_dir: Path, **flags) -> TrainArguments:

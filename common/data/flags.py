@@ -21,6 +21,7 @@ RESULTS = {
     *("accuracy", "below", "clusters", "contacts", "kept", "loss", "masked", "mutations", "neighbours", "perplexity"),
     *("probe", "random", "runtime", "samples", "selected", "steps", "test", "tokens", "train", "unigram"),
 }
+STEPS_AHEAD = 4  # that each worker prepares
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class BatchFlags(Flags):
     """How data of any kind become steps: batch sizes, number of steps, workers."""
 
     group = "batches"
-    advanced = ("cp_layout", "pad_sequences_to_be_divisible_by")
-    unlisted = ("dataloader_prefetch_factor", "dataloader_pin_memory", "packs_per_step_schedule")
+    advanced = ("dataloader_num_workers",)
+    unlisted = ("pad_sequences_to_be_divisible_by", "per_device_eval_batch_size", "packs_per_step")
+    file_only = ("cp_layout", "packs_per_step_schedule")
 
     cp_layout: str = flag(
         "dual_chunk",
@@ -41,41 +43,41 @@ class BatchFlags(Flags):
         None, "With dual_chunk: pad each sequence to a multiple of this. Default: 2 x --cp_size."
     )
     dataloader_num_workers: int = flag(
-        1, "Processes that prepare batches, an evaluation's too; the batches do not depend on it."
+        1, "Processes that prepare batches, also of evaluations, which do not depend on it. Raise it if the GPU waits."
     )
-    dataloader_prefetch_factor: int = flag(4, "Steps that each worker prepares ahead.")
-    dataloader_pin_memory: bool = flag(True, "Pinned host memory for faster copies to the GPU.")
-
-    max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are cropped at random.")
-    seed: int = flag(42, "Everything random follows from it: weights, order, crops, masks.")
-    num_train_epochs: float = flag(3.0, "Passes over the training split.")
-    max_steps: int = flag(-1, "Optimiser steps; overrides --num_train_epochs.")
-    per_device_train_batch_size: int = flag(8, "Sequences in a batch; scales a pack when packing.")
+    max_seq_length: int = flag(
+        1024, "Tokens, <cls> and <eos> included; longer proteins are cropped at random. Lower it to save memory."
+    )
+    seed: int = flag(
+        42, "Everything random follows from it. Change it for a repeat with other weights, order, crops, masks."
+    )
+    num_train_epochs: float = flag(3.0, "Passes over the training split. Raise it for a small one.")
+    max_steps: int = flag(-1, "For a run of so many optimiser steps; overrides --num_train_epochs.")
+    per_device_train_batch_size: int = flag(8, "Sequences in a batch; scales a pack. Lower it if memory runs out.")
     per_device_eval_batch_size: int = flag(8, "The same for evaluation.")
-    gradient_accumulation_steps: int = flag(1, "Packs (batches) a rank adds up before an optimiser step.")
+    gradient_accumulation_steps: int = flag(1, "For larger steps: packs (batches) a rank adds up before its step.")
     packs_per_step: int | None = flag(
         None, "Packs (batches) in a global step. Default: ranks x --gradient_accumulation_steps. Kept on resume."
     )
 
     packs_per_step_schedule: str | None = flag(
         None,
-        "In place of --packs_per_step, a batch ramp of step:packs pairs: 0:8,1000:16 takes 16 packs a step once 1000 "
-        "steps are done. --learning_rate is not scaled. Kept on resume.",
+        "In place of --packs_per_step, a batch ramp of step:packs pairs: 0:8,1000:16 takes 16 packs a step once "
+        "1000 steps are done. --learning_rate is not scaled. Kept on resume.",
     )
     tokens_per_step: int | None = flag(
         None,
-        "Tokens in a global step, in place of --gradient_accumulation_steps: as many packs as come nearest and divide "
-        "among the ranks. Kept on resume.",
+        "For steps of one size on any number of GPUs: tokens in a global step, in place of "
+        "--gradient_accumulation_steps: as many packs as come nearest and divide among the ranks. Kept on resume.",
     )
 
     overrides = {
         "num_train_epochs": ("max_steps",),
         "gradient_accumulation_steps": ("tokens_per_step", "packs_per_step_schedule"),
         "packs_per_step": ("tokens_per_step", "packs_per_step_schedule"),
-        "packs_per_step_schedule": ("tokens_per_step", "packs_per_step", "gradient_accumulation_steps"),
         "tokens_per_step": ("packs_per_step", "gradient_accumulation_steps", "packs_per_step_schedule"),
     }
-    last_wins = ("gradient_accumulation_steps", "packs_per_step", "packs_per_step_schedule", "tokens_per_step")
+    last_wins = ("gradient_accumulation_steps", "packs_per_step", "tokens_per_step")
 
     @property
     def packing(self) -> bool:
@@ -91,8 +93,8 @@ class BatchFlags(Flags):
         """The data loader's worker settings in this process."""
         return {
             "num_workers": self.dataloader_num_workers,
-            "prefetch_factor": self.dataloader_prefetch_factor,
-            "pin_memory": self.dataloader_pin_memory and world.device.type == "cuda",
+            "prefetch_factor": STEPS_AHEAD,
+            "pin_memory": world.device.type == "cuda",
             "stop": world.stop,
         }
 
@@ -101,7 +103,7 @@ class BatchFlags(Flags):
         self.require_at_least(
             1,
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-            *("packs_per_step", "tokens_per_step", "dataloader_prefetch_factor"),
+            *("packs_per_step", "tokens_per_step"),
         )
         sizes = ("packs_per_step", "packs_per_step_schedule", "tokens_per_step")
         given = [name for name in sizes if getattr(self, name) is not None]
@@ -124,13 +126,15 @@ class SourceFlags(BatchFlags):
     group = "data"
     unlisted = ("max_record_length", "gaps", "on_bad_record")
 
-    dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
+    dataset_dir: str | None = flag(
+        None, "For prepared proteins: what step 1 wrote, .../processed/arrow, with train and validation."
+    )
     dataset: str | None = flag(
         None,
-        "Instead of --dataset_dir, proteins as they are: a file, directory or glob of parquet, JSON lines, CSV or "
-        "FASTA (column sequence or text), a Hub dataset, or `sample`: generated proteins. Needs --max_steps.",
+        "Instead of --dataset_dir, for proteins as they are: a file, directory or glob of parquet, JSON lines, CSV "
+        "or FASTA (column sequence or text), a Hub dataset, or `sample`: generated proteins. Needs --max_steps.",
     )
-    streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
+    streaming: bool = flag(False, "If a Hub --dataset is larger than the disk: read it in place.")
     max_record_length: int = flag(LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it.")
     gaps: Gaps | None = flag(None, f"With --dataset: {GAPS_HELP}.", choices=get_args(Gaps))
     on_bad_record: Policy = flag(
@@ -152,47 +156,46 @@ class DataFlags(SourceFlags):
     """Which proteins, and how masked language modelling makes batches of them."""
 
     required = ("dataset_dir",)
-    advanced = ("pad_to_max_length", "mlm_probability_end")
-    unlisted = (
-        "sequence_packing",
-        "do_preprocess",
-        "mask_replace_prob",
-        "random_replace_prob",
-        "eval_mlm_probability",
-        "eval_mask_replace_prob",
-    )
+    advanced = ("sample_clusters", "max_train_samples")
+    unlisted = ("sequence_packing", "pad_to_max_length", "mlm_probability_end", "max_eval_samples", "do_preprocess")
+    file_only = ("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob")
 
     eval_dataset: list[str] | None = flag(
         None,
-        "Proteins to evaluate on (as --dataset, or what step 1 wrote), in place of the validation split of "
-        "--dataset_dir or --dataset. NAME=PROTEINS: beside it, with results eval_NAME_...; several may be given.",
+        "To evaluate on proteins of your own (as --dataset, or what step 1 wrote), in place of the validation split "
+        "of --dataset_dir or --dataset. NAME=PROTEINS: beside it, with results eval_NAME_...; several may be given.",
     )
     sample_clusters: bool = flag(
         False,
-        "Draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's --cluster_table or --cluster).",
+        "If large families dominate: draw UniRef50 clusters, then a member of each (step 1's --cluster_table or "
+        "--cluster).",
     )
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
     )
     tokens_per_pack: int | Literal["auto"] | None = flag(
         None,
-        "Tokens in a pack, or auto: as many as fit the GPU by the dry run's estimate and divide --tokens_per_step. "
-        "Default: --per_device_train_batch_size x --max_seq_length.",
+        "Lower it if memory runs out: tokens in a pack, or auto: as many as fit the GPU by the dry run's estimate "
+        "and divide --tokens_per_step. Default: --per_device_train_batch_size x --max_seq_length.",
     )
     pad_to_max_length: bool = flag(
         False, "Batches of --per_device_train_batch_size sequences, as if padded; padding itself is never computed."
     )
-    mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
+    mlm_probability: float = flag(
+        0.15,
+        "Fraction of residues to predict: 80 % become <mask>, 10 % another residue. Raise it to try for faster "
+        "learning.",
+    )
     mlm_probability_end: float | None = flag(
         None, "What --mlm_probability falls to, linearly from the first step to the last. Default: it stays."
     )
     mask_replace_prob: float = flag(0.8, "Fraction of the residues to predict that become <mask>.")
-    random_replace_prob: float = flag(0.1, "Fraction of them that become a random amino acid; the rest stays.")
-    eval_mlm_probability: float = flag(0.15, "--mlm_probability of evaluations.")
+    random_replace_prob: float = flag(0.1, "Fraction of them that become a random amino acid; what is left stays.")
+    eval_mlm_probability: float = flag(0.15, "mlm_probability of evaluations.")
     eval_mask_replace_prob: float = flag(
-        0.8, "--mask_replace_prob of evaluations; half of the rest stays, the other half becomes another residue."
+        0.8, "mask_replace_prob of evaluations; half of the rest stays, the other half becomes another residue."
     )
-    max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
+    max_train_samples: int | None = flag(None, "For a quick trial: train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
     do_preprocess: bool = flag(False, "Refused: 1.tokenize_uniref_csv.py does the preprocessing.")
 

@@ -57,16 +57,18 @@ class ProcessFlags(Flags):
     """Of a run's processes: device, determinism, timeout, context parallelism."""
 
     group = "processes"
-    advanced = ("tf32",)
-    unlisted = ("use_cpu",)
+    advanced = ("ddp_timeout",)
+    unlisted = ("tf32", "use_cpu", "deterministic")
 
     tf32: bool | None = flag(None, "Allow TF32 in fp32 matmuls (NVIDIA Ampere and later).")
     use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
     deterministic: bool = flag(
         False, "Bit-identical results on GPUs too, with slower kernels; on CPUs they always are."
     )
-    ddp_timeout: int = flag(1800, "Seconds after which a hanging rank ends the run; the error names it.")
-    cp_size: int = flag(1, "Context parallelism: neighbouring ranks that share each pack, for long sequences.")
+    ddp_timeout: int = flag(1800, "Seconds after which a hanging rank ends the run. Raise it for slow disks.")
+    cp_size: int = flag(
+        1, "For sequences too long for one GPU: neighbouring ranks that share each pack (context parallelism)."
+    )
 
     def check(self) -> None:
         self.require_at_least(1, "ddp_timeout", "cp_size")

@@ -194,14 +194,14 @@ class StrategyFlags(Flags):
 class ReplicaFlags(StrategyFlags):
     """Of DistributedDataParallel."""
 
-    unlisted = ("ddp_bucket_cap_mb", "cuda_graphs")
+    unlisted = ("ddp_bucket_cap_mb",)
+    file_only = ("ddp_bucket_dtype", "cuda_graphs")
 
     gradient_checkpointing: bool = flag(
-        False, "Store layer inputs only, and recompute the activations in the backward pass."
+        False, "If memory runs out: store layer inputs only, and recompute activations in the backward pass."
     )
     ddp_bucket_cap_mb: int | None = flag(
-        None,
-        "Megabytes of gradients per all-reduce bucket. Default: 25 on up to 8 ranks, up to 100 on more.",
+        None, "Megabytes of gradients per all-reduce bucket. Default: 25 on up to 8 ranks, up to 100 on more."
     )
     ddp_bucket_dtype: str = flag(
         "fp32", "Dtype of the gradients' all-reduce; bf16: half the bytes, and rounded.", choices=("fp32", "bf16")

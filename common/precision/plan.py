@@ -16,32 +16,39 @@ class PrecisionFlags(Flags):
     """Number formats of the layers, and statistics of what is quantised."""
 
     group = "precision"
-    advanced = (
-        *("fp8_format", "fp8_layers", "fp8_params", "fp4_layers"),
-        *("quant_stats_freq", "quant_stats_file"),
+    advanced = ("fp8_recipe", "fp8_layers", "fp4", "emulate_precision", "quant_stats")
+    unlisted = (
+        *("fp8_format", "fp8_params", "fp8_recipe_kwargs", "fp4_format", "fp4_layers", "fp4_recipe_kwargs"),
+        *("quant_stats_freq", "quant_stats_dir", "quant_stats_file"),
     )
-    unlisted = ("fp4_format", "quant_stats_dir", "fp8_recipe_kwargs", "fp4_recipe_kwargs", "fp8_scaled_mm")
+    file_only = ("fp8_scaled_mm",)
 
-    bf16: bool = flag(False, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
-    fp8: bool = flag(False, "Compute encoder layers in FP8 (docs/precision.md).")
-    fp8_recipe: str = flag("delayed", "Scaling in FP8 (docs/precision.md).", choices=lambda: extra().fp8_formats())
+    bf16: bool = flag(False, "For speed on a GPU: compute in bfloat16; weights, gradients and optimiser stay fp32.")
+    fp8: bool = flag(False, "For speed from Ada and Hopper on: compute encoder layers in FP8 (docs/precision.md).")
+    fp8_recipe: str = flag(
+        "delayed",
+        "Scaling in FP8; change it if the loss is not bf16's. block: Hopper, mxfp8: Blackwell.",
+        choices=lambda: extra().fp8_formats(),
+    )
     fp8_format: str | None = flag(
         None,
         "hybrid: E4M3, gradients E5M2. Default: the recipe's own (docs/precision.md).",
         choices=("hybrid", "e4m3"),
     )
-    fp8_layers: str | None = flag(None, "Layers in FP8, counted from 1: 1-3,6. Default: all but --fp4_layers.")
+    fp8_layers: str | None = flag(
+        None, "To keep layers out of FP8: those in it, counted from 1: 1-3,6. Default: all but --fp4_layers."
+    )
     fp8_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"amax_history_len": 16}.')
     fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU, with fp32 master weights.")
     fp8_scaled_mm: bool = flag(
         False, "FP8 by torch's own matmuls in torch's layers, compiled too; --fp8_recipe current alone."
     )
-    fp4: bool = flag(False, "Compute encoder layers in NVFP4.")
+    fp4: bool = flag(False, "For speed on Blackwell: compute encoder layers in NVFP4.")
     fp4_format: str = flag("e2m1", "The format of NVFP4.", choices=lambda: extra().fp4_formats())
     fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all but --fp8_layers.")
     fp4_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"disable_rht": true}.')
-    emulate_precision: bool = flag(False, "Round as those formats do, in plain PyTorch, on any device.")
-    quant_stats: bool = flag(False, "Log statistics of the quantised tensors: underflow, scales, error, norms.")
+    emulate_precision: bool = flag(False, "To try formats without such a GPU: round as they do, in plain PyTorch.")
+    quant_stats: bool = flag(False, "To see what formats lose: log underflow, scales, error and norms of tensors.")
     quant_stats_freq: int | None = flag(None, "Steps between them. Default: as the file says, 10 without one.")
     quant_stats_dir: str | None = flag(None, "Where quant_stats.jsonl goes. Default: --output_dir.")
     quant_stats_file: str | None = flag(

@@ -30,14 +30,17 @@ class DryRunFlags(Flags):
     """What a run would need on so many ranks, estimated without a GPU and without data."""
 
     group = "dry run"
-    unlisted = ("device_reserve",)
+    advanced = ("world_size", "device_memory")
+    file_only = ("device_reserve",)
 
     dry_run: bool = flag(
-        False, "Train nothing: print what each of --world_size ranks would hold in memory, without GPUs or data."
+        False,
+        "To see what a run needs: train nothing, print what each of --world_size ranks would hold, without GPUs or "
+        "data.",
     )
-    world_size: int | None = flag(None, "With --dry_run: the number of ranks. Default: 1.")
+    world_size: int | None = flag(None, "With --dry_run, to plan for several GPUs: ranks. Default: 1.")
     device_memory: float | None = flag(
-        None, "With --dry_run: GiB of memory of a device (H100: 80). Does it fit, and how large a pack would?"
+        None, "With --dry_run, GiB of a device (H100: 80), to see whether it fits and how large a pack would."
     )
     device_reserve: float = flag(
         5.0, "GiB of --device_memory that are left to the CUDA context, NCCL and the allocator's gaps."
@@ -62,11 +65,11 @@ class LearningRateFlags(Flags):
     """Of the search for a learning rate (extras/plan/find_learning_rate/)."""
 
     group = "optimiser"
-    unlisted = ("find_learning_rate", "find_steps", "find_minutes")
+    advanced = ("find_learning_rate",)
+    unlisted = ("find_steps", "find_minutes")
 
     find_learning_rate: bool = flag(
-        False,
-        "Train nothing: compare short runs at learning rates around --learning_rate, and recommend one for this run.",
+        False, "To choose --learning_rate: train nothing, compare short runs at rates around it, and recommend one."
     )
     find_steps: int | None = flag(None, "With --find_learning_rate: steps of each short run. Default: 100.")
     find_minutes: float | None = flag(
@@ -125,20 +128,17 @@ class DownstreamFlags(Flags):
 @dataclass(frozen=True)
 class BestFlags(Flags):
     group = "training and evaluation"
-    unlisted = (
-        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-        *("early_stopping_patience", "early_stopping_threshold"),
-    )
+    unlisted = ("metric_for_best_model", "early_stopping_patience")
 
     load_best_model_at_end: bool = flag(
-        False, "Save at each best evaluation; at the end load that model, which results and final_model/ are then of."
+        False,
+        "If the held-out loss may rise again: save at each best evaluation; at the end load that model, which "
+        "results and final_model/ are then of.",
     )
     metric_for_best_model: str | None = flag(
         None, "A result of evaluations. Default: eval_loss_masked; of a decoder eval_loss."
     )
-    greater_is_better: bool | None = flag(None, "Of that result. Default: unless it is a loss or a perplexity.")
     early_stopping_patience: int | None = flag(None, "End after so many evaluations in a row that are no better.")
-    early_stopping_threshold: float = flag(0.0, "By how much one must be better, for --early_stopping_patience.")
 
     @property
     def given(self) -> str | None:
@@ -147,16 +147,12 @@ class BestFlags(Flags):
         return next((f"--{name}" for name in names if getattr(self, name)), None)
 
     def missing(self) -> Iterator[Missing]:
-        depend = ("metric_for_best_model", "greater_is_better")
-        alone = next((name for name in depend if getattr(self, name) is not None), None)
-        if alone and not self.given:
-            yield Missing("--load_best_model_at_end", f"--{alone} is for it, or for --early_stopping_patience")
-        if self.early_stopping_threshold and self.early_stopping_patience is None:
-            yield Missing("--early_stopping_patience", "--early_stopping_threshold goes with it", "3")
+        if self.metric_for_best_model is not None and not self.given:
+            what = "--metric_for_best_model is for it, or for --early_stopping_patience"
+            yield Missing("--load_best_model_at_end", what)
 
     def check(self) -> None:
         self.require_at_least(1, "early_stopping_patience")
-        self.require_at_least(0, "early_stopping_threshold")
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ class RunArguments(Flags, ABC):
     """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
     group = "training and evaluation"
-    unlisted = ("hub_model_id", "stop_after_minutes", "yes")
+    unlisted = ("eval_on_start", "stop_after_minutes", "save_final_model", "hub_model_id", "yes")
 
     model: BackendFlags = field(default_factory=BackendFlags)
     data: BatchFlags = field(default_factory=BatchFlags)
@@ -181,15 +177,21 @@ class RunArguments(Flags, ABC):
 
     task: str = flag(
         "mlm",
-        "Masked language modelling (ESM-2), or causal (a decoder: docs/decoders.md). Default: clm with --model, "
+        "Masked language modelling (ESM-2), or causal for a decoder (docs/decoders.md). Default: clm with --model, "
         "--model_type or a decoder's weights.",
         choices=("mlm", "clm"),
     )
-    do_train: bool = flag(True, "Train; False: only evaluate, with --do_eval.")
-    do_eval: bool = flag(False, "Evaluate on the validation split, and at the end on the test split too.")
-    eval_steps: float | None = flag(None, "Evaluate every N steps (below 1: a fraction of the run), with --do_eval.")
+    do_train: bool = flag(True, "Train; False: to evaluate given weights only, with --do_eval.")
+    do_eval: bool = flag(
+        False, "To measure unseen proteins: evaluate on the validation split, and at the end on the test split too."
+    )
+    eval_steps: float | None = flag(
+        None, "To follow the held-out loss: evaluate every N steps (below 1: a fraction of the run), with --do_eval."
+    )
     eval_on_start: bool = flag(False, "Evaluate before the first step, with --do_eval.")
-    stop_at_step: int | None = flag(None, "Save and end after this step; the schedule still spans the whole run.")
+    stop_at_step: int | None = flag(
+        None, "To do a run in parts: save and end after this step; the schedule still spans the whole run."
+    )
     stop_after_minutes: float | None = flag(
         None,
         "Save, evaluate and end after so many minutes of this start; the schedule still spans the whole run. 0: no "

@@ -43,8 +43,7 @@ class Best:
         is_known = self.metric in known or (evaluation is not None and f"--eval_{evaluation[1]}" in downstream)
         if flags.given and not is_known:
             raise UserError(f"--metric_for_best_model {name}: no result of this run's evaluations: {', '.join(known)}")
-        greater = flags.greater_is_better
-        self.sign = 1 if (not LOSSES.fullmatch(self.metric) if greater is None else greater) else -1
+        self.sign = -1 if LOSSES.fullmatch(self.metric) else 1
 
     def observe(self, state: TrainerState, results: Mapping[str, Any]) -> bool:
         """Whether these results, after `state.step` steps, are the best so far. Those before the first step do not
@@ -56,9 +55,8 @@ class Best:
         if math.isnan(value):
             return False
         better_by = math.inf if state.best_metric is None else self.sign * (value - state.best_metric)
-        if better_by > self.flags.early_stopping_threshold:
-            state.evaluations_without_gain = 0
         if better_by > 0:
+            state.evaluations_without_gain = 0
             state.best_metric, state.best_global_step = value, state.step
         return better_by > 0
 

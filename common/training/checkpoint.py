@@ -53,20 +53,25 @@ logger = logging.getLogger(__name__)
 class CheckpointFlags(Flags):
     group = "checkpoints"
     required = ("output_dir",)
-    advanced = ("save_hf",)
-    unlisted = ("async_save",)
+    unlisted = ("save_hf", "async_save")
 
-    output_dir: str = flag("", "Where checkpoints, metrics and final_model/ go.")
+    output_dir: str = flag("", "Where checkpoints, metrics and final_model/ go; a new one for each run.")
     overwrite_output_dir: bool = flag(
-        False, "Remove an earlier run's files there and start at step 0 (a restart of this very job still resumes)."
+        False, "To begin again: remove an earlier run's files, start at step 0 (a restart of this very job resumes)."
     )
-    save_steps: float = flag(500, "Steps between checkpoints (below 1: a fraction of the run).")
-    save_minutes: float | None = flag(None, "Save also when so many minutes have passed since the last checkpoint.")
-    save_total_limit: int = flag(3, "Keep the newest N checkpoints, and the best (--load_best_model_at_end); 0: all.")
+    save_steps: float = flag(
+        500, "Steps between checkpoints (below 1: a fraction of the run). Lower it if jobs are killed."
+    )
+    save_minutes: float | None = flag(None, "To lose no more than this: save also when so many minutes have passed.")
+    save_total_limit: int = flag(
+        3, "Keep the newest N checkpoints, and the best (--load_best_model_at_end); 0: all. Lower it for small disks."
+    )
     async_save: bool = flag(True, "Write checkpoints in the background.")
     save_hf: bool = flag(False, "Each checkpoint also holds model.safetensors, for transformers' from_pretrained.")
     resume_from_checkpoint: str | None = flag(
-        None, "A checkpoint, or a directory of them (its newest); `false`: none. Default: that of --output_dir."
+        None,
+        "To resume from elsewhere: a checkpoint, or a directory of them (its newest); `false`: none. Default: that "
+        "of --output_dir.",
     )
 
     def missing(self) -> Iterator[Missing]:

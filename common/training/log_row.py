@@ -270,7 +270,7 @@ FIELDS = [
     *(
         perf(name, unit, meaning, lambda step, name=name: step.ranks.get(name), LAST)
         for name, unit, meaning in (
-            ("rank_seconds_min", "s", "of the fastest rank, per step without waits for others (`--straggler_every`)"),
+            ("rank_seconds_min", "s", "of the fastest rank, per step without waits for others (`straggler_every`)"),
             ("rank_seconds_median", "s", "of the median rank"),
             ("rank_seconds_max", "s", "of the slowest rank"),
             ("slowest_rank", "rank", "which it is"),

@@ -26,15 +26,20 @@ OPTIMIZERS = ("adamw_torch_fused", "muon")
 @dataclass(frozen=True)
 class OptimizerFlags(ScheduleFlags):
     group = "optimiser"
-    advanced = ("adam_beta1", "adam_beta2")
-    unlisted = ("adam_epsilon", "max_skipped_steps", "triton_adamw")
+    advanced = ("max_grad_norm",)
+    unlisted = ("adam_beta1", "adam_beta2", "adam_epsilon", "max_skipped_steps")
+    file_only = ("triton_adamw",)
 
-    optim: str = flag("adamw_torch_fused", "The optimiser (docs/optimisation.md).", choices=OPTIMIZERS)
-    weight_decay: float = flag(0.01, "On matrices and embeddings; never on biases and norms.")
+    optim: str = flag(
+        "adamw_torch_fused",
+        "To need fewer tokens: muon (docs/optimisation.md).",
+        choices=OPTIMIZERS,
+    )
+    weight_decay: float = flag(0.01, "On matrices and embeddings; never on biases and norms. Raise it for few data.")
     adam_beta1: float = flag(0.9, "AdamW's first moment.")
     adam_beta2: float = flag(0.98, "AdamW's second moment.")
     adam_epsilon: float = flag(1e-8, "AdamW's epsilon.")
-    max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this; 0: don't.")
+    max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this; 0: don't. Lower it if the loss jumps.")
     max_skipped_steps: int = flag(
         5, "Steps with a NaN or infinite loss or gradient norm are skipped; after this many in a row the run stops."
     )

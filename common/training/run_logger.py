@@ -98,13 +98,17 @@ def _format_value(key: str, value) -> str:
 @dataclass(frozen=True)
 class LogFlags(Flags):
     group = "logging"
-    advanced = ("straggler_every", "profile_steps", "run_name")
-    unlisted = ("disable_tqdm", "peak_tflops_per_gpu")
+    file_only = ("straggler_every",)
+    unlisted = ("profile_steps", "run_name", "disable_tqdm", "peak_tflops_per_gpu")
 
-    logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
+    logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl; 1 to see each.")
     straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
     profile_steps: str | None = flag(None, "Write a torch profiler trace of the steps A-B under output_dir/profile/.")
-    report_to: str = flag("none", "A tracker, which must be installed.", choices=("none", "tensorboard", "wandb"))
+    report_to: str = flag(
+        "none",
+        "To watch a run: a tracker, which must be installed.",
+        choices=("none", "tensorboard", "wandb"),
+    )
     run_name: str | None = flag(None, "Name of the run for --report_to.")
     disable_tqdm: bool = flag(False, "No progress bar.")
     peak_tflops_per_gpu: float | None = flag(

@@ -34,7 +34,7 @@ FREE_TO_CHANGE = {
 
 # Flags by which evaluations are compared (common.training.best): values before a change are of something else.
 COMPARED_BY = {
-    *("metric_for_best_model", "greater_is_better", "eval_dataset", "max_eval_samples"),
+    *("metric_for_best_model", "eval_dataset", "max_eval_samples"),
     *("eval_mlm_probability", "eval_mask_replace_prob"),
 }
 

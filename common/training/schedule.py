@@ -230,10 +230,18 @@ class ScheduleFlags(Flags):
     unlisted = ("min_lr_rate", "lr_decay_steps")
     schedules: ClassVar[str] = "mlm"  # the task whose schedules these flags choose from
 
-    learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
-    lr_scheduler_type: str = flag("esm2", f"{phrases('mlm')}; the others: transformers'.", choices=choices_of("mlm"))
+    learning_rate: float = flag(
+        4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4). Lower it if the loss diverges; see --find_learning_rate."
+    )
+    lr_scheduler_type: str = flag(
+        "esm2",
+        f"How the rate falls; change it to repeat another recipe. {phrases('mlm')}; the others: transformers'.",
+        choices=choices_of("mlm"),
+    )
     warmup_steps: float | None = flag(
-        None, "Steps, or a fraction of the run below 1. Default: 2000, at most 5 %; in short runs 100, at most 15 %."
+        None,
+        "Raise it if the loss jumps at the beginning: steps, or a fraction of the run below 1. Default: 2000, at "
+        "most 5 %; in short runs 100, at most 15 %.",
     )
     min_lr_rate: float | None = flag(
         None,

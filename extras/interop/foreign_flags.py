@@ -342,7 +342,8 @@ TRANSFORMERS = {
         LOOP,
         *("ddp_backend", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "ddp_static_graph"),
         *("dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context"),
-        *("dataloader_persistent_workers", "remove_unused_columns", "torch_empty_cache_steps", "low_cpu_mem_usage"),
+        *("dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
+        *("remove_unused_columns", "torch_empty_cache_steps", "low_cpu_mem_usage"),
         *("average_tokens_across_devices", "use_cache", "debug", "torch_compile_backend", "torch_compile_mode"),
     ),
     **none("none: when memory runs out, the error names what to lower", "auto_find_batch_size"),
@@ -352,10 +353,7 @@ TRANSFORMERS = {
         *("eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics", "prediction_loss_only"),
         *("label_names", "do_predict"),
     ),
-    **none(
-        "none: the last checkpoint is the model; metrics.jsonl has every evaluation",
-        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    ),
+    **none("none: less is better of a loss or a perplexity, more of the others", "greater_is_better"),
     **none("none: plain cross-entropy, as ESM-2 was trained", "label_smoothing_factor", "neftune_noise_alpha"),
     **none("none: Transformer Engine has fused layers (--backend te)", "use_liger_kernel", "liger_kernel_config"),
     **none(

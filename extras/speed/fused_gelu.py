@@ -1,4 +1,4 @@
-"""--fused_gelu: exact GELU in the matmuls of ESM-2's MLP, by QuACK's kernels for Hopper and Blackwell.
+"""fused_gelu: exact GELU in the matmuls of ESM-2's MLP, by QuACK's kernels for Hopper and Blackwell.
 
 `gemm_act` adds fc1's bias and applies GELU while the sums are in registers: the forward pass has no kernel that reads
 them again. `gemm_dact` multiplies fc2's input gradient by GELU's derivative there, and computes GELU once more for the

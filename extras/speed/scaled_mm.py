@@ -1,4 +1,4 @@
-"""--fp8_scaled_mm: FP8 by torch's own scaled matmuls in torch's layers, where emulation has its own.
+"""fp8_scaled_mm: FP8 by torch's own scaled matmuls in torch's layers, where emulation has its own.
 
 Current scaling: every operand has one fp32 scale, of its own largest value, as emulation computes it. Casts are plain
 operations, which a compiled layer fuses with the norms and GELU around them. A CPU has these matmuls too, to try it.

@@ -1,4 +1,4 @@
-"""--cuda_graphs with --backend te: layers recorded as CUDA graphs by Transformer Engine's `make_graphed_callables`.
+"""cuda_graphs with --backend te: layers recorded as CUDA graphs by Transformer Engine's `make_graphed_callables`.
 
 A graph reads and writes fixed addresses: inputs are copied there, weights are read where they are. Layers are recorded
 before a strategy wraps the model, as torch's notes on CUDA ask with DistributedDataParallel: the recorded backward

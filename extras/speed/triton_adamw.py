@@ -1,4 +1,4 @@
-"""--triton_adamw: clipping, AdamW and the bf16 copies of the weights in one Triton kernel.
+"""triton_adamw: clipping, AdamW and the bf16 copies of the weights in one Triton kernel.
 
 Apart they read and write 46 bytes a weight: 12 by norm and clipping, 28 by AdamW, 6 by the copies. Here it is 34: 4 by
 the norm, 30 by the kernel. One launch serves all tensors of a parameter group: the kernel gets a table of addresses.

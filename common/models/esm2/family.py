@@ -78,13 +78,14 @@ class ModelFlags(BackendFlags):
 
     group = "model"
     required = ("config_name",)
-    advanced = ("gelu", "bf16_residual")
-    unlisted = (*BackendFlags.unlisted, "model_type", "tokenizer_name", "fused_gelu")
+    advanced = ("config_overrides",)
+    unlisted = ("model_type", "tokenizer_name", "gelu", "bf16_residual")
+    file_only = ("fused_gelu",)
 
     config_name: str | None = flag(
         None,
-        "Train from random weights: facebook/esm2_*, biohub/ESMC-*-hf, chandar-lab/AMPLIFY_* (built in), a directory "
-        "with config.json, a Hub name.",
+        "The model to train from random weights, of a size for your data (docs/sizes.md): facebook/esm2_*, "
+        "biohub/ESMC-*-hf, chandar-lab/AMPLIFY_* (built in), a directory with config.json, a Hub name.",
     )
     model_type: str | None = flag(
         None,
@@ -92,7 +93,7 @@ class ModelFlags(BackendFlags):
         "name says (docs/models.md).",
     )
     config_overrides: str | None = flag(
-        None, "Change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
+        None, "For another size: change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
     )
     tokenizer_name: str | None = flag(None, "ESM-2's vocabulary is built in: a directory with another one is refused.")
     gelu: str | None = flag(

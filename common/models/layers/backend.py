@@ -45,17 +45,19 @@ class BackendFlags(Flags):
     """Of a model of any family: its weights, and what computes its layers."""
 
     group = "model"
-    advanced = ("cp_comm_type",)
     unlisted = ("flash_attention",)
+    file_only = ("cp_comm_type",)
 
     backend: str = flag(
         "auto",
-        "What computes the layers: te (Transformer Engine), torch, hf or hf_flash (transformers', ESM-2 alone), auto: "
-        "te if possible.",
+        "What computes the layers: te (Transformer Engine), torch, hf or hf_flash (transformers', ESM-2 alone), "
+        "auto: te if possible. Change it to compare them, or if one of them fails.",
         choices=BACKENDS,
     )
     torch_compile: bool | None = flag(
-        None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
+        None,
+        "Compile the layers (needs a C++ compiler on a CPU); False for short runs. Default: on a GPU, with the "
+        "torch backend.",
     )
     flash_attention: str = flag(
         "auto",
@@ -68,7 +70,8 @@ class BackendFlags(Flags):
         choices=CP_COMM_TYPES,
     )
     model_name_or_path: str | None = flag(
-        None, "Start from these weights: a run's output directory, its final_model/ or a checkpoint, or a Hub name."
+        None,
+        "To train given weights further: a run's output directory, its final_model/ or a checkpoint, or a Hub name.",
     )
 
     def torch_only(self) -> list[str]:

@@ -35,7 +35,9 @@ def mode_of(text: str) -> str:
 class RecomputeFlags(StrategyFlags):
     """Of strategies that shard."""
 
-    activation_checkpointing: str = flag("none", "Recompute activations; selective: the cheap ones.", choices=MODES)
+    activation_checkpointing: str = flag(
+        "none", "If memory runs out: recompute activations; selective: the cheap ones.", choices=MODES
+    )
 
     @property
     def only_by_torch(self) -> tuple[str, ...]:

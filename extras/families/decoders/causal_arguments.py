@@ -45,7 +45,7 @@ class DecoderFlags(BackendFlags):
 
     group = "model"
     required = ("model",)
-    advanced = ("intermediate_size", "num_key_value_heads", "initializer_range", "rope_theta", "vocab_size")
+    unlisted = ("intermediate_size", "num_key_value_heads", "initializer_range", "rope_theta", "vocab_size")
 
     model: str | None = flag(
         None,
@@ -53,13 +53,15 @@ class DecoderFlags(BackendFlags):
     )
     model_type: str | None = flag(
         None,
-        f"Instead, a decoder of this family and of the sizes below: {', '.join(MODEL_TYPES)}. Sizes that are not "
-        "given are those of the family's published model with these sizes, or of its first.",
+        f"For a size of your own: a decoder of this family and of the sizes below: {', '.join(MODEL_TYPES)}. Sizes "
+        "that are not given are those of the family's published model with these sizes, or of its first.",
     )
-    hidden_size: int | None = flag(None, "Hidden size. Default: the model's.", "hidden_width")
+    hidden_size: int | None = flag(None, "For another size: hidden size. Default: the model's.", "hidden_width")
     intermediate_size: int | None = flag(None, "Of the feed-forward block. Default: the model's.")
-    num_hidden_layers: int | None = flag(None, "Layers. Default: the model's.", "num_layers")
-    num_attention_heads: int | None = flag(None, "Heads of queries. Default: the model's.", "num_heads")
+    num_hidden_layers: int | None = flag(None, "For another size: layers. Default: the model's.", "num_layers")
+    num_attention_heads: int | None = flag(
+        None, "For another size: heads of queries. Default: the model's.", "num_heads"
+    )
     num_key_value_heads: int | None = flag(
         None, "Heads of keys and values. Default: the model's; with another number of --num_attention_heads, as many."
     )
@@ -72,8 +74,8 @@ class DecoderFlags(BackendFlags):
     changed = {
         "model_name_or_path": flag(
             None,
-            "In place of --model, given weights: a run's output directory, its final_model/ or a checkpoint, or with "
-            "--model_type a Hub name.",
+            "In place of --model, to train given weights further: a run's output directory, its final_model/ or a "
+            "checkpoint, or with --model_type a Hub name.",
         )
     }
     overrides = {"model": ("model_name_or_path",), "model_name_or_path": ("model",)}
@@ -125,10 +127,10 @@ class DecayFlags(OptimizerFlags):
     """Learning rate schedules of the guides: warm-up, then from the peak to --min_lr."""
 
     schedules = "clm"
-    advanced = ("lr_decay_iters", "plateau")
+    unlisted = ("lr_decay_iters", "plateau")
 
     lr_decay_iters: int | None = flag(None, "The step at which --min_lr is reached. Default: the last.")
-    min_lr: float = flag(1e-5, "What the rate falls to.")
+    min_lr: float = flag(1e-5, "What the rate falls to. Raise it if another run is to go on from the end.")
     plateau: float = flag(0.0, "With --lr_decay_style plateau: the fraction of the run at the peak.")
 
     @property
@@ -158,36 +160,58 @@ class CausalArguments(RunArguments):
     changed = {
         "task": flag("clm", ""),
         "sharding_strategy": flag("full", ""),  # the guides'
-        "learning_rate": flag(1e-4, "Peak learning rate.", "lr"),
+        "learning_rate": flag(1e-4, "Peak learning rate. Lower it if the loss jumps or diverges.", "lr"),
         "lr_scheduler_type": flag(
             "cosine",
-            f"How the rate falls to --min_lr; {phrases('clm')}.",
+            f"How the rate falls to --min_lr; change it to repeat another recipe. {phrases('clm')}.",
             "lr_decay_style",
             choices=choices_of("clm"),
         ),
-        "warmup_steps": flag(0.0032, "Steps up to the peak, or a fraction of the run below 1.", "warmup"),
-        "weight_decay": flag(0.2, "On matrices and embeddings; never on norms."),
+        "warmup_steps": flag(
+            0.0032,
+            "Raise it if the loss jumps at the beginning: steps up to the peak, or a fraction of the run below 1.",
+            "warmup",
+        ),
+        "weight_decay": flag(
+            0.2,
+            "On matrices and embeddings; never on norms. Raise it if the held-out loss rises while that of training "
+            "falls.",
+        ),
         "adam_beta1": flag(0.9, "", "beta1"),
         "adam_beta2": flag(0.95, "", "beta2"),
         "max_grad_norm": flag(1.0, "", "grad_clip"),
-        "max_seq_length": flag(2048, "Tokens in a context: documents are concatenated and cut.", "max_context_width"),
-        "seed": flag(12345, "Everything random follows from it: weights, order."),
-        "num_train_epochs": flag(None, "Passes over --dataset_dir, without --max_steps.", "epochs"),
+        "max_seq_length": flag(
+            2048,
+            "Tokens in a context: documents are concatenated and cut. Lower it to save memory.",
+            "max_context_width",
+        ),
+        "seed": flag(
+            12345, "Everything random follows from it. Change it for a repeat of the run with other weights and order."
+        ),
+        "num_train_epochs": flag(None, "For prepared text: passes over --dataset_dir, without --max_steps.", "epochs"),
         "max_steps": flag(
             None,
-            "Optimiser steps. Default: what --num_train_epochs makes with --dataset_dir, else 5000.",
+            "For a run of so many optimiser steps. Default: what --num_train_epochs makes with --dataset_dir, else "
+            "5000.",
             "max_training_steps",
         ),
-        "per_device_train_batch_size": flag(2, "Contexts in a batch.", "train_batch_size"),
+        "per_device_train_batch_size": flag(
+            2, "Contexts in a batch. Lower it if memory runs out.", "train_batch_size"
+        ),
         "per_device_eval_batch_size": flag(4, "", "val_batch_size"),
         "bf16": flag(True, ""),
         "logging_steps": flag(1, "", "logging_freq"),
         "output_dir": flag(
-            "", "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
+            "",
+            "Where checkpoints, metrics and final_model/ go: a new one for each run. Default: out/MODEL.",
+            "checkpoint_dir",
         ),
         "save_steps": flag(1000, "", "checkpoint_freq"),
         "eval_steps": flag(
-            None, "Evaluate every N steps (below 1: a fraction of the run); switches --do_eval on.", "validation_freq"
+            None,
+            "To see the held-out loss fall: evaluate every N steps (below 1: a fraction of the run); switches "
+            "--do_eval on.",
+            "validation_freq",
         ),
         "activation_checkpointing": flag("full", ""),
     }

@@ -17,14 +17,17 @@ PUBLISHED = "model"  # value of --tokenizer
 @dataclass(frozen=True)
 class TextFlags(SourceFlags):
     required = ("dataset",)
-    advanced = ("document_masks", "text_column", "train_split", "val_split")
+    advanced = ("document_masks",)
+    unlisted = ("streaming", "text_column", "train_split", "val_split", "validation_batches")
 
     changed = {
-        "dataset_dir": flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation."),
+        "dataset_dir": flag(
+            None, "For prepared text: what 1.tokenize_text.py wrote, .../text, with train and validation."
+        ),
         "dataset": flag(
             None,
-            "Instead of --dataset_dir, documents as they are: a file, directory or glob of parquet, JSON lines, CSV "
-            "or plain text (.txt: empty lines separate documents), or a Hub dataset. Needs --max_steps.",
+            "Instead of --dataset_dir, for documents as they are: a file, directory or glob of parquet, JSON lines, "
+            "CSV or plain text (.txt: empty lines separate documents), or a Hub dataset. Needs --max_steps.",
             "dataset_path",
         ),
         "streaming": flag(True, "Read a Hub --dataset in place; False: download it first."),
@@ -32,18 +35,21 @@ class TextFlags(SourceFlags):
     }
 
     dataset_config_name: str | None = flag(
-        None, "Of a --dataset with several configurations, the one to read (`en` of allenai/c4)."
+        None, "For a --dataset with several configurations, the one to read (`en` of allenai/c4)."
     )
     text_column: str = flag("text", "The column, or JSON field, of --dataset that holds the documents.")
     train_split: str = flag("train", "The split to train on.")
     val_split: str = flag("validation", "The split to evaluate on.")
     tokenizer: str = flag(
         BYTES,
-        "`bytes` (built in: one token per byte), a directory or Hub name that transformers' AutoTokenizer opens, or "
+        "Change it for fewer tokens a text, or to use a published model's: `bytes` (built in: one token per byte), a "
+        "directory or Hub name that transformers' AutoTokenizer opens, or "
         f"`{PUBLISHED}`: the one that --model was published with.",
     )
     document_masks: bool = flag(
-        False, "Block-causal attention: documents of a context do not see each other, positions restart with each."
+        False,
+        "To keep the documents of a context apart (block-causal attention): they do not see each other, positions "
+        "restart with each.",
     )
     validation_batches: int = flag(
         10, "Evaluate on the first N batches of --per_device_eval_batch_size contexts, whatever the number of ranks."

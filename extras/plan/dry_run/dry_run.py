@@ -101,7 +101,7 @@ def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
     rows.append((f"peak of a step on {device} of a rank", held.peak))
     if args.dry_run.device_memory:
         reserve = int(args.dry_run.device_reserve * GIB)
-        rows.append(("reserved for CUDA context, NCCL, fragmentation (--device_reserve)", reserve))
+        rows.append(("reserved for CUDA context, NCCL, fragmentation (device_reserve)", reserve))
         rows.append((f"needed, of {args.dry_run.device_memory:g} GiB (--device_memory)", held.peak + reserve))
     lines = [f"{'GiB':>10}", *(f"{size / GIB:10.2f}  {what}" for what, size in rows)]
     host = [

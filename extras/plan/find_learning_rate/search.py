@@ -46,7 +46,7 @@ STEPS, MINUTES = 100, 10.0  # defaults of --find_steps and --find_minutes
 WARMUP = 0.15  # of a trial's steps, unless the run has none
 EVAL_SAMPLES = 1000  # held-out proteins, unless --max_eval_samples is given
 # Flags that do not change a trial's losses.
-WITHOUT_EFFECT = {"dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory"}
+WITHOUT_EFFECT = {"dataloader_num_workers"}
 
 
 class Search:

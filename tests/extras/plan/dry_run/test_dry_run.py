@@ -112,7 +112,8 @@ def test_largest_pack_fits_and_next_does_not():
 def test_auto_pack_is_the_largest_that_divides_the_batch(tmp_path, monkeypatch):
     """A rank's 8,192 tokens a step in as few packs as fit: one fewer does not."""
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--bf16"]
-    argv += ["--max_seq_length=256", "--tokens_per_step=16384", "--device_reserve=0"]
+    (tmp_path / "reserve.yaml").write_text("device_reserve: 0\n")
+    argv = [str(tmp_path / "reserve.yaml"), *argv, "--max_seq_length=256", "--tokens_per_step=16384"]
     limit = 1.02 * predicted("train_ddp.py", 2, argv, "--tokens_per_pack=2048").peak
     more = ["--dry_run", "--world_size=2", f"--device_memory={limit / GIB}", "--tokens_per_pack=auto"]
     module, args = script_and_arguments("train_ddp.py", argv + more)
@@ -155,13 +156,12 @@ def test_auto_pack_keeps_the_packs_of_a_checkpoint(dataset, tmp_path):
         script_and_arguments("train_ddp.py", flags_of(dataset, tmp_path, **flags, tokens_per_pack="many"))
 
 
-def test_dry_run_of_a_batch_ramp_counts_its_largest_step():
+def test_dry_run_of_a_batch_ramp_counts_its_largest_step(tmp_path):
     """Of a number of packs above the ranks, each micro-batch but the last holds gradients of the ones before."""
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--max_seq_length=64"]
-    ramp, largest, first = (
-        predicted(FSDP, 2, argv, flag)
-        for flag in ("--packs_per_step_schedule=0:2,9:8,20:4", "--packs_per_step=8", "--packs_per_step=2")
-    )
+    (tmp_path / "ramp.yaml").write_text("packs_per_step_schedule: 0:2,9:8,20:4\n")
+    ramp = predicted(FSDP, 2, [str(tmp_path / "ramp.yaml"), *argv])
+    largest, first = (predicted(FSDP, 2, argv, f"--packs_per_step={packs}") for packs in (8, 2))
     assert ramp == largest
     assert ramp.peak > first.peak
 
