@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measuring import FILE_ONLY
+from extras.interop.foreign_flags import PROGRAMS
 from tests.data_fixtures import environment, write_fasta
 from tests.forked import run_script
 from tests.guides.checks import Here, Row
@@ -87,6 +89,17 @@ def test_guide_rows_are_numbered_without_a_gap():
     for guide in GUIDES:
         assert list(of_guide(guide)) == [f"{guide}-{n}" for n in range(1, len(of_guide(guide)) + 1)]
     assert len(ROWS) >= 103
+
+
+def test_no_flag_of_a_guide_is_a_key_of_a_file_alone():
+    """Neither one that a guide types nor one that `extras.migrate` prints in place of its own."""
+    rows = " ".join(f"{row.says} {row.command}" for row in ROWS.values())
+    typed = set(re.findall(r"(?<![\w-])--(?:no[_-])?([a-z]\w[\w-]*)", rows))
+    typed |= {word.partition("=")[0].removeprefix("--") for run in TRAINING_ARGS.values() for word in run}
+    printed = {flag for table in PROGRAMS.values() for ours in table.values() for flag in ours.flag.split()}
+    assert {name.replace("-", "_") for name in typed | printed} & FILE_ONLY == set()
+    assert {"config_name", "pad_to_max_length", "plateau"} <= typed
+    assert {"adam_epsilon", "quant_stats_file"} <= printed
 
 
 def published(guide: str) -> str:
