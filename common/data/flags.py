@@ -167,8 +167,8 @@ class DataFlags(SourceFlags):
     )
     sample_clusters: bool = flag(
         False,
-        "If large families dominate: draw UniRef50 clusters, then a member of each (step 1's --cluster_table or "
-        "--cluster).",
+        "If large families dominate: draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's "
+        "--cluster_table or --cluster).",
     )
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."

@@ -35,7 +35,7 @@ class DryRunFlags(Flags):
 
     dry_run: bool = flag(
         False,
-        "To see what a run needs: train nothing, print what each of --world_size ranks would hold, without GPUs or "
+        "To see what a run needs: train nothing, print the memory of each of --world_size ranks, without GPUs or "
         "data.",
     )
     world_size: int | None = flag(None, "With --dry_run, to plan for several GPUs: ranks. Default: 1.")
