@@ -203,9 +203,9 @@ def where_measured(module: str, *libraries: str) -> list[str]:
     """Two lines of Markdown: hardware, versions and commit; and the command that made the table."""
     versions = ", ".join(f"{name} {version(name)}" for name in libraries)
     python = f"Python {platform.python_version()}"
-    hardware = f"{os.cpu_count()} CPU cores, {_processor()}"
+    hardware = f"{os.cpu_count()} CPU cores, {processor()}"
     command = " ".join([f"python -m {module}", *sys.argv[1:]])
-    return [", ".join([hardware, python, versions, f"commit {_commit()}"]), f"`{command}`"]
+    return [", ".join([hardware, python, versions, f"commit {commit()}"]), f"`{command}`"]
 
 
 def publish(text: str, output: str | None) -> None:
@@ -220,15 +220,15 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _processor() -> str:
+def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
     if not shutil.which("git"):
         return "unknown"
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    done = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
