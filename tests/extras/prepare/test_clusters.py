@@ -1,13 +1,12 @@
-"""Sampling by clusters: the table's formats, splits and index against brute force, and what the batch plan draws."""
+"""Sampling by clusters: the table's formats, splits and index against brute force, and a run."""
 
 from __future__ import annotations
 
 import gzip
 import itertools
 import json
-import pickle
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import datasets
 import numpy as np
@@ -16,9 +15,8 @@ import pyarrow.parquet
 import pytest
 
 from common.cli import UserError
-from common.data.clusters import Clusters, cluster_numbers, open_clusters
+from common.data.clusters import cluster_numbers, open_clusters
 from common.data.counter_rng import hash_bytes
-from common.data.packing import BatchPlan, Position
 from extras.prepare import cluster_splits, splits
 from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
 from extras.prepare.splits import _fitting
@@ -272,17 +270,6 @@ def test_draw_splits_refuses_a_split_smaller_than_every_cluster(tmp_path):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster_table", "absent")
 
 
-def test_open_clusters_refuses_a_missing_or_wrong_index(tmp_path):
-    with pytest.raises(UserError, match="tokenise with --cluster_table"):
-        open_clusters(tmp_path, 10)
-    write_clusters(tmp_path, [1, 2, 3])
-    with pytest.raises(UserError, match="--sample_clusters needs all of them"):
-        open_clusters(tmp_path, 5)
-    (tmp_path / "clusters/members.npy").write_bytes(b"")
-    with pytest.raises(UserError, match="tokenise again"):
-        open_clusters(tmp_path, 6)
-
-
 def test_cluster_numbers_of_the_first_records(tmp_path):
     assert cluster_numbers(tmp_path, 3) is None  # an earlier version's directory, or splits drawn one by one
     (tmp_path / "clusters").mkdir()
@@ -292,84 +279,6 @@ def test_cluster_numbers_of_the_first_records(tmp_path):
     assert cluster_numbers(tmp_path, 5).tolist() == [0, 1, 2, 2, 0]
     with pytest.raises(UserError, match="clusters of 6 records, but 7 are in use: tokenise again"):
         cluster_numbers(tmp_path, 7)
-
-
-# --- what the batch plan draws
-
-
-def write_clusters(split, sizes) -> Clusters:
-    """Clusters of these sizes, of consecutive records."""
-    (split / "clusters").mkdir(parents=True)
-    np.save(split / "clusters/offsets.npy", np.concatenate(([0], np.cumsum(sizes))).astype(np.uint32))
-    np.save(split / "clusters/members.npy", np.arange(sum(sizes), dtype=np.uint32))
-    return open_clusters(split, sum(sizes))
-
-
-def plan_of(clusters, lengths, seed=0, **size):
-    size = size or {"tokens_per_pack": 4096}
-    return BatchPlan(lengths.take, len(lengths), seed, 512, **size, clusters=clusters)
-
-
-def drawn(plan, epoch):
-    return np.concatenate([window.records for window in plan.windows(epoch)])
-
-
-def test_clusters_epoch_draws_one_member_each(tmp_path):
-    sizes = np.random.default_rng(0).geometric(0.3, 20_000)
-    clusters = write_clusters(tmp_path, sizes)
-    lengths = np.random.default_rng(1).integers(50, 900, sizes.sum())
-    cluster_of = np.repeat(np.arange(len(sizes)), sizes)
-    epochs = [drawn(plan_of(clusters, lengths, seed), epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (0, 0))]
-    for records in epochs:
-        assert np.array_equal(np.sort(cluster_of[records]), np.arange(len(sizes)))
-    assert np.array_equal(epochs[0], epochs[3])
-    large = np.flatnonzero(sizes >= 5)
-    member = [np.sort(records) for records in epochs]  # one record a cluster: in the order of the clusters
-    for one, other in itertools.combinations(member[:3], 2):
-        assert (one[large] == other[large]).mean() < 0.25
-    for mode in ({"tokens_per_pack": 4096}, {"sequences_per_pack": 16}):
-        plan = plan_of(clusters, lengths, **mode)
-        assert plan.packs_per_epoch() == sum(map(len, plan.windows(0)))
-
-
-def test_clusters_draw_is_uniform_over_members(tmp_path):
-    """Chi-square over 400 epochs, for every size; and neighbours are drawn independently."""
-    sizes = np.tile([1, 2, 3, 5, 8], 60)
-    clusters = write_clusters(tmp_path, sizes)
-    plan = plan_of(clusters, np.full(sizes.sum(), 100))
-    draws = np.stack([np.sort(drawn(plan, epoch)) for epoch in range(400)])  # [epochs, clusters]
-    places = draws - np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    for size in (2, 3, 5, 8):
-        of_size = places[:, sizes == size]
-        counts = np.stack([(of_size == place).sum(axis=0) for place in range(size)])
-        chi_square = ((counts - 400 / size) ** 2 / (400 / size)).sum()
-        degrees = 60 * (size - 1)
-        assert abs(chi_square - degrees) < 4 * (2 * degrees) ** 0.5
-    twos = places[:, sizes == 2]
-    assert abs((twos[:, :-1] == twos[:, 1:]).mean() - 0.5) < 4 * 0.5 / twos[:, 1:].size ** 0.5
-
-
-def test_clusters_of_one_member_equal_the_plan_without_clusters(tmp_path):
-    lengths = np.random.default_rng(1).integers(50, 900, 5000)
-    clusters = write_clusters(tmp_path, np.ones(5000, dtype=int))
-    for epoch in (0, 3):
-        assert np.array_equal(drawn(plan_of(clusters, lengths), epoch), drawn(plan_of(None, lengths), epoch))
-
-
-def test_clusters_plan_resumes_anywhere_and_pickles(tmp_path):
-    sizes = np.random.default_rng(0).geometric(0.3, 40_000)
-    lengths = np.random.default_rng(1).integers(50, 900, sizes.sum())
-    plan = plan_of(write_clusters(tmp_path, sizes), lengths)
-    everything = list(itertools.islice(plan.packs(), plan.packs_per_epoch() + 30))
-    assert plan.num_windows > 1
-    for at in (0, 17, len(everything) // 2, len(everything) - 20):
-        fresh = pickle.loads(pickle.dumps(plan_of(Clusters(tmp_path / "clusters"), lengths)))
-        assert fresh.position_after(Position(), at) == everything[at][0]
-        for expected, found in zip(everything[at : at + 5], fresh.packs(everything[at][0]), strict=False):
-            assert expected[0] == found[0]
-            assert np.array_equal(expected[1].records, found[1].records)
-            assert np.array_equal(expected[1].starts, found[1].starts)
-    assert Counter(position.epoch for position, _ in everything).keys() == {0, 1}
 
 
 def test_train_by_clusters_resumes(dataset, tmp_path):

@@ -1,4 +1,4 @@
-"""A small model for all downstream tests."""
+"""A small model for all downstream tests; proteins and their embeddings for those of probe.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from common.models.esm2.config import load_config, override
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.initialise import initialise
+from tests.data_fixtures import proteins as random_proteins
+from tests.data_fixtures import write_fasta
+from tests.extras.after.downstream.probing import COUNT
+from tests.extras.after.inference.embed_fixtures import call_embed, make_model
 from tests.training_fixtures import TINY_OVERRIDES
 
 
@@ -22,3 +26,26 @@ def untrained(tmp_path_factory) -> Path:
     initialise(model, 1, 0.3)
     ADAPTER.save(ADAPTER.to_hf(model.state_dict().__getitem__, config), config, directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def proteins() -> list[tuple[str, str]]:
+    return random_proteins(COUNT, seed=4)
+
+
+@pytest.fixture(scope="module")
+def fasta(proteins, tmp_path_factory) -> Path:
+    return write_fasta(tmp_path_factory.mktemp("fasta") / "my.fasta", proteins)
+
+
+@pytest.fixture(scope="module")
+def embedded(model, fasta, tmp_path_factory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp("embedded") / name for name in ("mean", "residues")}
+    call_embed(model, fasta, made["mean"])
+    call_embed(model, fasta, made["residues"], "--per_residue")
+    return made

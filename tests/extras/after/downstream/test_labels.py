@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -174,3 +175,86 @@ def test_decimal_commas_are_refused(tmp_path):
     for read in (read_examples, lambda path: labels_of([label for _, label in rows], None, f"--dataset {path}")):
         with pytest.raises(UserError, match=r"'0,5' has a decimal comma: write it with a point"):
             read(path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "asked", "task", "classes"),
+    [
+        (["0.5", "7"], None, "regression", ()),
+        (["0", "1"], None, "classification", ("0", "1")),
+        (["3", "5"], "classification", "classification", ("3", "5")),
+        (["yes", "no"], None, "classification", ("no", "yes")),
+        (["HHC.E", "HHCCH"], None, "token_classification", ("C", "E", "H")),
+        (["01234", "44444"], None, "token_classification", ("0", "1", "2", "3", "4")),
+        (["1,2,nan,4,5", "0 1 0 1 3"], None, "token_regression", ()),
+    ],
+)
+def test_task_follows_from_the_labels(labels, asked, task, classes):
+    found = task_of(["MKTAY", "MKTAV"], labels, asked)
+    assert (found.name, found.classes) == (task, classes)
+
+
+def test_examples_honour_splits_and_absent_labels(tmp_path):
+    sequences = [f"MK{a}{b}" for a in "ACDEFGHIKL" for b in "MNPQRSTVWY"]
+    rows = [(s, "HC.C", "test" if n % 3 == 0 else "train") for n, s in enumerate(sequences)]
+    path = write_table(
+        tmp_path / "a.csv",
+        ("sequence", "label", "split"),
+        [*rows, ("MKAA", "", "train"), ("MKAA", "...", "train"), ("MKAA", "HHHH", "")],
+    )
+    task, examples = read_examples(str(path), sizes=(0.3, 0.0))
+    counts = {name: sum(e.split == name for e in examples) for name in ("train", "validation", "test")}
+    assert counts["test"] == 34
+    assert 10 < counts["validation"] < 30
+    assert sum(counts.values()) == 100
+    assert examples[0].target.tolist() == [1, 0, IGNORE, 0]
+    assert examples[0].labelled().tolist() == [1, 0, 0]
+    (tmp_path / "a.fasta").write_text("".join(f">p{n}\n{s}\n" for n, s in enumerate(sequences)))
+    path = write_table(tmp_path / "b.csv", ("id", "label"), [(f"p{n}", n / 7) for n in range(100)])
+    _, examples = read_examples(str(path), str(tmp_path / "a.fasta"))
+    assert [(e.name, e.split) for e in examples] == [
+        (f"p{n}", split_of(s, (0.1, 0.2))) for n, s in enumerate(sequences)
+    ]
+
+
+def test_examples_keep_clusters_whole_and_equal_sequences_in_one_group(tmp_path):
+    rows = [(f"MK{a}{b}", f"{n % 7}.5", f"c{n // 4}") for n, (a, b) in enumerate(product("ACDEFGHIKL", "MNPQRSTVWY"))]
+    path = write_table(
+        tmp_path / "a.csv", ("sequence", "label", "of"), [*rows, ("MKAM", "9.5", "c0"), ("MKYY", "1.5", "")]
+    )
+    _, examples = read_examples(str(path), sizes=(0.2, 0.2), cluster_column="of")
+    assert [e.group for e in examples] == [*(cluster for *_, cluster in rows), "c0", "MKYY"]
+    assert [e.split for e in examples] == [split_of(e.group, (0.2, 0.2)) for e in examples]
+    _, examples = read_examples(str(path), sizes=(0.2, 0.2))
+    assert examples[0].group == examples[-2].group == "MKAM"
+    mixed = [(*row, ("train", "validation", "test")[n % 3]) for n, row in enumerate(rows)]
+    path = write_table(tmp_path / "b.csv", ("sequence", "label", "of", "split"), mixed)
+    with pytest.raises(UserError, match="row 3: the cluster 'c0' is in the train split, too"):
+        read_examples(str(path), cluster_column="of")
+
+
+SPLIT_ROWS = [("MKA", "a", "train"), ("MKC", "b", "train"), ("MKD", "a", "validation"), ("MKE", "a", "test")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([*SPLIT_ROWS, ("MKF", "c", "test")], "the class 'c' of the test split is not in train"),
+        (
+            [("MKAY", "HHC", "train"), ("MKAC", "HHCC", "train"), ("MKAD", "HHCC", "test")],
+            "row 2: 3 labels for 4 residues",
+        ),
+        ([*SPLIT_ROWS, ("MKA", "a", "test")], "row 6: the same sequence is in the train split, too"),
+        ([*SPLIT_ROWS, ("MKF", "a", "hold")], "row 6: the split is 'hold'"),
+        (SPLIT_ROWS[:3], "no protein of the test split"),
+        ([("MKA", "", "train")], "no row has a label"),
+        ([(s, "a", split) for s, _, split in SPLIT_ROWS], "one class alone, 'a'"),
+        (
+            [*SPLIT_ROWS, ("M" * 1500, "a", "train"), ("M" * 2000, "a", "train")],
+            "row 7: the longest sequence has 2,000 residues: give --max_seq_length 2002, or cut",
+        ),
+    ],
+)
+def test_examples_refuse_labels_that_do_not_fit(tmp_path, rows, said):
+    with pytest.raises(UserError, match=said):
+        read_examples(str(write_table(tmp_path / "a.csv", ("sequence", "label", "split"), rows)))

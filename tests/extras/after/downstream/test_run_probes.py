@@ -9,8 +9,8 @@ import pytest
 
 from tests.data_fixtures import proteins as random_proteins
 from tests.data_fixtures import write_fasta
+from tests.extras.after.downstream.probing import COUNT, probe
 from tests.extras.after.downstream.tables import write_table
-from tests.extras.after.downstream.test_probes import COUNT, probe
 from tests.extras.after.inference.embed_fixtures import call_embed
 from tests.training_fixtures import rows, train
 

@@ -1,12 +1,15 @@
-"""A small model, and embed.py run on it: in this process, or in one of its own."""
+"""A small model, embed.py run on it in this process or in one of its own, and what transformers computes with it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer, EsmForMaskedLM
 
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import ADAPTER
@@ -47,3 +50,19 @@ def ran(script: str, *flags) -> str:
     done = run_script(script, *flags, env=environment())
     assert done.returncode == 0, done.stderr
     return done.stderr
+
+
+@functools.cache
+def stock(model: Path) -> tuple:
+    return AutoTokenizer.from_pretrained(model), EsmForMaskedLM.from_pretrained(model).eval()
+
+
+@functools.cache
+@torch.no_grad()
+def stock_log_p(model: Path, text: str, masked: int | None = None) -> torch.Tensor:
+    """transformers' log-probabilities, float64 [residues, 33]; masked: a position from 0."""
+    tokenizer, network = stock(model)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    if masked is not None:
+        ids[0, 1 + masked] = tokenizer.mask_token_id
+    return network(ids).logits[0, 1:-1].double().log_softmax(-1)

@@ -1,9 +1,8 @@
-"""score.py against stock transformers: scores, windows, what it refuses, what it does with an output that is there."""
+"""score.py against stock transformers: scores, what it refuses, what it does with an output that is there."""
 
 from __future__ import annotations
 
 import csv
-import functools
 import json
 import os
 import shutil
@@ -13,24 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.stats import spearmanr
-from transformers import AutoTokenizer, EsmForMaskedLM
 
 import score as script
 from benchmarks.real_downstream import MAVENN, mutations_of, read_measured
 from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config
-from extras.after.inference.encoder import Encoder, EncoderFlags
-from extras.after.inference.mutations import parse_variant, score
+from extras.after.inference.encoder import Encoder
+from extras.after.inference.mutations import parse_variant
 from extras.prepare.sample import make_proteins
 from tests.data_fixtures import call, expect_error, write_fasta
-from tests.extras.after.inference.embed_fixtures import make_model
+from tests.extras.after.inference.embed_fixtures import make_model, stock, stock_log_p
 from tests.models.reference import reference_model
 from tests.small_disk import fill, small_disk
 
-LONGEST = 60  # residues of a window in the tests of long proteins
 TABLES = Path(os.environ.get("MAVENN_SITE", Path(sys.prefix) / "mavenn")) / MAVENN.inside  # ./install.sh --dev
-BOUNDS = ((0, 0, 44), (28, 44, 72), (57, 72, 101), (85, 101, 145))  # of 145: (start, begin, end)
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +58,6 @@ def job(model, tmp_path, monkeypatch):
 def rows_of(path: Path) -> list[dict]:
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
-
-
-@functools.cache
-def stock(model: Path) -> tuple:
-    return AutoTokenizer.from_pretrained(model), EsmForMaskedLM.from_pretrained(model).eval()
-
-
-@functools.cache
-@torch.no_grad()
-def stock_log_p(model: Path, text: str, masked: int | None = None) -> torch.Tensor:
-    """transformers' log-probabilities, float64 [residues, 33]; masked: a position from 0."""
-    tokenizer, network = stock(model)
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    if masked is not None:
-        ids[0, 1 + masked] = tokenizer.mask_token_id
-    return network(ids).logits[0, 1:-1].double().log_softmax(-1)
 
 
 def stock_scores(model: Path, text: str, variant: str) -> tuple[float, float]:
@@ -176,48 +156,6 @@ def test_score_reads_proteingyms_tables(job, model, tmp_path, caplog):
     ):
         with pytest.raises(UserError, match=said):
             job(table, *flags, output=tmp_path / "none.csv")
-
-
-class CountingEncoder(Encoder):
-    def logits(self, sequences, *more):
-        self.passes = getattr(self, "passes", 0) + len(sequences)
-        return super().logits(sequences, *more)
-
-
-def test_score_splits_a_long_protein_into_windows(model):
-    """One pass a window without masks, one a position with them; each position from the window it is central in."""
-    (_, text), *_ = make_proteins(1, 1, 4, (0.1, 0.4), seed=9)
-    text = (text * 10)[:145]
-    positions = [0, 30, 43, 44, 71, 72, 100, 101, 144]
-    variants = [parse_variant(f"{text[at]}{at + 1}{new}", text.encode(), "") for at in positions for new in "AWC"]
-    encoder = CountingEncoder(EncoderFlags(str(model), max_seq_length=LONGEST + 2, use_cpu=True))
-    plain = score(encoder, variants, masked=False)
-    assert encoder.passes == len(BOUNDS)
-    masked = score(encoder, variants, masked=True)
-    assert encoder.passes == len(BOUNDS) + len(positions)
-    for start, begin, end in BOUNDS:
-        window = text[start : start + LONGEST]
-        for (_, (mutation,)), with_mask, without in zip(variants, masked, plain, strict=True):
-            if begin <= mutation.position < end:
-                at = mutation.position - start
-                for found, log_p in (
-                    (with_mask, stock_log_p(model, window, at)),
-                    (without, stock_log_p(model, window)),
-                ):
-                    expected = float(log_p[at, mutation.mutant] - log_p[at, mutation.wild])
-                    assert found == pytest.approx(expected, abs=1e-5)
-
-
-def test_score_of_a_double_mutant_is_the_sum_of_its_singles(model):
-    """Also of positions further apart than a window."""
-    text = ("MKVLAGTYRRWCDE" * 11)[:145]
-    words = [f"{text[at]}{at + 1}G" for at in (2, 3, 140)]
-    joined = [words[0] + ":" + words[1], words[0] + ":" + words[2]]
-    variants = [parse_variant(word, text.encode(), "") for word in words + joined]
-    encoder = Encoder(EncoderFlags(str(model), max_seq_length=LONGEST + 2, use_cpu=True))
-    for masked in (True, False):
-        one, two, three, near, far = score(encoder, variants, masked)
-        assert (near, far) == (one + two, one + three)
 
 
 @pytest.mark.parametrize(

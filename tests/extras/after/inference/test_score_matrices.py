@@ -14,7 +14,8 @@ from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.mutations import RESIDUES, parse_variant, score
 from tests.data_fixtures import call, write_fasta
 from tests.extras.after.inference.embed_fixtures import make_model
-from tests.extras.after.inference.test_score import LONGEST, rows_of
+from tests.extras.after.inference.test_score import rows_of
+from tests.extras.after.inference.test_score_windows import LONGEST
 from tests.small_disk import fill, small_disk
 
 
