@@ -8,6 +8,7 @@
 #   ... --seed N               (default: 42)
 #   ... --price_per_hour X     of the machine, for the row
 #   ... --held_out any         accept another held-out set than the leaderboard's, for a table of your own
+#   ... --max_eval_samples N   judge by the first N held-out proteins, to try it out: another held-out set
 #   ... -- --learning_rate X   flags of the train script, to try a change without an edit; they win over those below
 set -euo pipefail
 here=$PWD
@@ -19,12 +20,12 @@ from_here() { case $1 in /* | *://*) echo "$1" ;; *) echo "$here/$1" ;; esac; } 
 form=cpu fasta="" output="" seed=42 held_out="" referee=() changes=() typed="benchmarks/speedrun.sh"
 while [ $# -gt 0 ]; do
   case "$1" in
-    --fasta | --output | --seed | --price_per_hour | --held_out) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
+    --fasta | --output | --seed | --price_per_hour | --held_out | --max_eval_samples) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
     --gpu) form=gpu typed="$typed $1"; shift ;;
     --fasta) fasta=$(from_here "$2"); typed="$typed $1 $(basename "$2")"; shift 2 ;;
     --output) output=$(from_here "$2"); shift 2 ;;
     --seed) seed=$2; typed="$typed $1 $2"; shift 2 ;;
-    --price_per_hour) referee+=("$1" "$2"); shift 2 ;;
+    --price_per_hour | --max_eval_samples) referee+=("$1" "$2"); shift 2 ;;
     --held_out) held_out=$2; shift 2 ;;
     --) shift; changes=("$@"); typed="$typed -- $*"; break ;;
     -h | --help) sed -n '2,/^[^#]/{/^#/!d;s/^# \{0,1\}//;p;}' benchmarks/speedrun.sh; exit 0 ;;

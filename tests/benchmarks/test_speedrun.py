@@ -202,9 +202,10 @@ def test_script_goes_from_fasta_to_a_row(tmp_path):
     if not shutil.which("mmseqs"):
         pytest.skip("MMseqs2 is not installed")
     fasta = tmp_path / "proteins.fasta"
-    write_sample(fasta, num_proteins=1600, families=400)
+    write_sample(fasta, num_proteins=1000, families=250)
     env = environment() | {"PATH": f"{programs()}:{os.environ['PATH']}"}
     command = [SCRIPT, "--fasta", "proteins.fasta", "--output", "out", "--held_out", "any"]
+    command += ["--max_eval_samples", "10"]
     command += ["--", "--max_steps", "2", "--tokens_per_pack", "512"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr  # two steps do not reach the target
