@@ -45,9 +45,11 @@ EMULATED = {"fp8": 1, "emulate_precision": 1}
         ("train_fsdp2.py", {"min_lr": 1}, "--min_lr 1.0: must lie between 0 and --lr 0.001"),
     ],
 )
-def test_decoder_refuses_unsupported_flags_in_one_line(text, tmp_path, script, flags, said):
+def test_decoder_refuses_unsupported_flags_in_one_line(tmp_path, script, flags, said):
     ranks = 2 if script == "train_ddp_cp.py" else 1
-    printed = train_decoder(text, tmp_path / "out", ranks, expect=2, script=script, **flags)
+    printed = train_decoder(
+        write_text(tmp_path / "documents"), tmp_path / "out", ranks, expect=2, script=script, **flags
+    )
     assert said in printed
     assert "Traceback" not in printed
     assert not (tmp_path / "out").exists()
