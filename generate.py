@@ -25,7 +25,7 @@ import torch
 from common.cli import UserError, one_line, run
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import local_directory
-from extras.families.decoders.config import TRAINED_CONTEXT, DecoderConfig, check_supported, load_decoder_config
+from extras.families.decoders.config import TRAINED_CONTEXT, DecoderConfig, load_decoder_config
 from extras.families.text.chat_template import render
 from extras.prepare.sources.hub import HUB_NAME
 
@@ -116,7 +116,7 @@ class Generator:
             self.config = DecoderConfig.read(directory / "config.json")  # without keys that load code
         except (OSError, ValueError) as error:
             raise UserError(f"{where}: no decoder ({one_line(error)}); embed.py and score.py take ESM-2") from error
-        check_supported(self.config, where)
+        self.config.check(where)
         self.context, self.reads = context_of(self.config)
         self.device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
         try:

@@ -5,37 +5,23 @@ Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 from common.cli import UserError
-from common.files.safe_files import shorten
 from common.hooks import extra
 from common.models.esm2 import alphabet
 from common.models.layers import hf_directory
-from common.models.layers.hf_directory import (
-    Config,
-    check_heads,
-    check_no_dropout,
-    check_positive,
-    check_sizes,
-    fields_of,
-    read_config,
-)
+from common.models.layers.config_base import ConfigBase
+from common.models.layers.hf_directory import check_no_dropout
 
-# Must agree for a checkpoint to be of the same model; the rest of config.json may differ.
-FINGERPRINT_FIELDS = (
-    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
-)
+Config = TypeVar("Config", bound=ConfigBase)
 MOST_POSITIONS = 1 << 20
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass
-class Esm2Config:
+class Esm2Config(ConfigBase):
     """The fields of an ESM-2 config.json, with the defaults of `transformers.EsmConfig`.
 
     A class of our own: importing transformers' takes longer than everything else before the first step. others: all
@@ -44,6 +30,26 @@ class Esm2Config:
 
     set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
     architecture: ClassVar[str] = "EsmForMaskedLM"
+    described = "ESM-2 pretraining here needs"
+    fixed = {
+        "model_type": "esm",
+        "vocab_size": alphabet.VOCAB_SIZE,
+        "position_embedding_type": "rotary",
+        "emb_layer_norm_before": (False, None),
+        "pad_token_id": alphabet.PAD,
+        "mask_token_id": alphabet.MASK,
+        "tie_word_embeddings": True,
+        "is_folding_model": (False, None),
+        "is_decoder": (False, None),
+        "rope_theta": 10000.0,
+    }
+    positive = ("layer_norm_eps", "initializer_range")
+    # The rest of config.json may differ.
+    fingerprint_fields = (
+        *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+        *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
+    )
+    vocabulary = " ".join(alphabet.TOKENS)
 
     model_type: str = "esm"
     vocab_size: int | None = None
@@ -69,30 +75,22 @@ class Esm2Config:
     others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> Esm2Config:
-        """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
-        content = read_config(path)
-        if content.get("model_type") == "nv_esm":
-            content = extra().recipe_config(content)
-        return cls.of(content)
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> Esm2Config:
-        """From the content of a config.json. ValueError if it is malformed."""
-        values, others = fields_of(cls, content)
-        return cls(**values, others=others)
+    def of(cls, content: dict[str, Any]) -> Self:
+        return super().of(extra().recipe_config(content) if content.get("model_type") == "nv_esm" else content)
 
     def content(self) -> dict[str, Any]:
-        """The inverse of `read`: names and values of a config.json."""
-        values = asdict(self)
-        others = values.pop("others")
+        values = super().content()
         if values["hidden_act"] is None:  # a field of ours alone: absent stays absent
             del values["hidden_act"]
-        return others | values
+        return values
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What must agree for a checkpoint to be of the same model: its shape, and its alphabet."""
-        return {name: getattr(self, name) for name in FINGERPRINT_FIELDS} | {"alphabet": " ".join(alphabet.TOKENS)}
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.max_position_embeddings > MOST_POSITIONS:
+            raise UserError(
+                f"{where}: max_position_embeddings is {self.max_position_embeddings}: an export has an embedding for "
+                f"each, of at most {MOST_POSITIONS:,}"
+            )
 
     def to_transformers(self):
         """The same as a `transformers.EsmConfig`."""
@@ -106,38 +104,9 @@ def gelu_of(config: Esm2Config) -> str:
     return "tanh" if getattr(config, "hidden_act", None) == HIDDEN_ACT["tanh"] else "exact"
 
 
-def check_supported(config: Esm2Config, where: str) -> None:
-    """Refuse a configuration that this implementation would silently compute differently, but for dropout, which only
-    training applies (`check_no_dropout`)."""
-    expected = {
-        "model_type": "esm",
-        "vocab_size": alphabet.VOCAB_SIZE,
-        "position_embedding_type": "rotary",
-        "emb_layer_norm_before": (False, None),
-        "pad_token_id": alphabet.PAD,
-        "mask_token_id": alphabet.MASK,
-        "tie_word_embeddings": True,
-        "is_folding_model": (False, None),
-        "is_decoder": (False, None),
-        "rope_theta": 10000.0,
-    }
-    for name, allowed in expected.items():
-        value, allowed = getattr(config, name), allowed if isinstance(allowed, tuple) else (allowed,)
-        if value not in allowed:
-            raise UserError(f"{where}: {name} is {shorten(value)}, ESM-2 pretraining here needs {allowed[0]!r}")
-    check_sizes(config, where)
-    if config.max_position_embeddings > MOST_POSITIONS:
-        raise UserError(
-            f"{where}: max_position_embeddings is {config.max_position_embeddings}: an export has an embedding for "
-            f"each, of at most {MOST_POSITIONS:,}"
-        )
-    check_positive(config, where, "layer_norm_eps", "initializer_range")
-    check_heads(config, where)
-
-
-def override(config: Config, changes: str, check: Callable[[Any, str], None] = check_supported) -> Config:
-    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace. check: of the
-    family of the configuration."""
+def override(config: Config, changes: str, check: bool = True) -> Config:
+    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace. UserError for a
+    configuration that no model here has, unless it is checked later."""
     for change in changes.split(","):
         name, _, text = (part.strip() for part in change.partition("="))
         old = vars(config).get(name)
@@ -149,7 +118,8 @@ def override(config: Config, changes: str, check: Callable[[Any, str], None] = c
         except (ValueError, KeyError):
             raise UserError(f"--config_overrides {change}: expected name=value, a number or true/false") from None
         setattr(config, name, value)
-    check(config, "--config_overrides")
+    if check:
+        config.check("--config_overrides")
     check_no_dropout(config, "--config_overrides")
     return config
 
@@ -192,5 +162,5 @@ def load_config(name: str) -> Esm2Config:
     if name in ESM2_SIZES:
         return esm2_config(*ESM2_SIZES[name])
     config = hf_directory.load_config(name, Esm2Config.read, name, ESM2_SIZES, "")
-    check_supported(config, name)
+    config.check(name)
     return config

@@ -7,7 +7,7 @@ always exact. The difference is measured in benchmarks/results/gelu.md. The LM h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from common.models.esm2.config import (
     ESM2_SIZES,
     HIDDEN_ACT,
     Esm2Config,
-    check_supported,
     gelu_of,
     load_config,
     override,
@@ -154,8 +153,6 @@ def te_attends(config: Esm2Config) -> bool:
 class EncoderFamily(BackendFamily):
     """A family that `ModelFlags` choose from."""
 
-    check_config: Callable[[Any, str], None]  # `check_supported` of its configuration
-
     def check_flags(self, flags: ModelFlags) -> None:
         """UserError for flags of ESM-2 only."""
         of_esm2 = {"gelu": flags.gelu, "fused_gelu": flags.fused_gelu, "tokenizer_name": flags.tokenizer_name}
@@ -170,7 +167,7 @@ class EncoderFamily(BackendFamily):
         name = flags.config_name or flags.model_name_or_path
         config = self.load_config(name)
         if flags.config_overrides:
-            config = override(config, flags.config_overrides, self.check_config)
+            config = override(config, flags.config_overrides)
         check_no_dropout(config, str(name))
         return config, None
 
@@ -192,7 +189,6 @@ class Esm2(EncoderFamily):
     tokens = ESM2_TOKENS
     title, published = "ESM-2", tuple(ESM2_SIZES)
     stock, lora_targets = "Esm", "query,key,value"
-    check_config = staticmethod(check_supported)
 
     def load_config(self, name: str) -> Esm2Config:
         return load_config(name)

@@ -6,21 +6,14 @@ chandar-lab/AMPLIFY_120M and AMPLIFY_350M. transformers has no class of it: the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from common.cli import UserError
 from common.files.safe_files import shorten
 from common.models.layers import hf_directory
-from common.models.layers.hf_directory import (
-    DROPOUT,
-    check_heads,
-    check_positive,
-    check_sizes,
-    fields_of,
-    read_config,
-)
+from common.models.layers.config_base import ConfigBase
+from common.models.layers.hf_directory import DROPOUT
 from extras.families.amplify.alphabet import ALPHABET
 
 MODEL_TYPE = "amplify"  # of --model_type and checkpoints; config.json has it in capitals
@@ -41,11 +34,10 @@ FIXED = {
     "eos_token_id": ALPHABET.end,
     "other_special_token_ids": None,
 }
-FINGERPRINT_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "norm_eps")
 
 
 @dataclass
-class AmplifyConfig:
+class AmplifyConfig(ConfigBase):
     """The fields of an AMPLIFY config.json, with the defaults of its authors (the 350M). others: all other keys."""
 
     set_by: ClassVar[str] = (
@@ -55,6 +47,11 @@ class AmplifyConfig:
     architecture: ClassVar[str] = "AMPLIFY"
     matmul_sizes: ClassVar[tuple[str, ...]] = ("hidden_size", "ffn_size")
     token_dropout: ClassVar[bool] = False
+    described = "AMPLIFY here has"
+    fixed = {name: value for name, value in FIXED.items() if name not in DROPOUT}
+    positive = ("norm_eps", "embedding_init_range", "decoder_init_range")
+    fingerprint_fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "norm_eps")
+    vocabulary = str(ALPHABET)
 
     model_type: str = "AMPLIFY"
     hidden_size: int = 960
@@ -80,21 +77,18 @@ class AmplifyConfig:
     def max_position_embeddings(self) -> int:
         return self.max_length
 
-    @classmethod
-    def read(cls, path: Path) -> AmplifyConfig:
-        """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
-        values, others = fields_of(cls, read_config(path))
-        return cls(**values, others=others)
-
     def content(self) -> dict[str, Any]:
-        """The inverse of `read`: names and values of a config.json."""
-        values = asdict(self)
-        return FIXED | values.pop("others") | values
+        return FIXED | super().content()
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must agree for a checkpoint to be of the same model."""
-        of_shape = {name: getattr(self, name) for name in FINGERPRINT_FIELDS}
-        return {"model_type": MODEL_TYPE} | of_shape | {"alphabet": str(ALPHABET)}
+        return {"model_type": MODEL_TYPE} | super().fingerprint()
+
+    def check(self, where: str) -> None:
+        if str(self.model_type).lower() != MODEL_TYPE:
+            raise UserError(f"{where}: model_type is {shorten(self.model_type)}, not AMPLIFY")
+        super().check(where)
+        if self.embedding_init_range != self.decoder_init_range:
+            raise UserError(f"{where}: embedding_init_range and decoder_init_range differ: give one value to both")
 
     def to_transformers(self):
         """The same as an object with transformers' `save_pretrained`, which has no class of its own."""
@@ -109,21 +103,6 @@ class AmplifyConfig:
                 return super().to_diff_dict() | length
 
         return AMPLIFYConfig.from_dict(self.content())
-
-
-def check_supported(config: AmplifyConfig, where: str) -> None:
-    """Refuse a configuration that this implementation would silently compute differently, but for dropout, which only
-    training applies (`check_no_dropout`)."""
-    if str(config.model_type).lower() != MODEL_TYPE:
-        raise UserError(f"{where}: model_type is {shorten(config.model_type)}, not AMPLIFY")
-    for name, allowed in FIXED.items():
-        if name not in DROPOUT and (value := config.others.get(name, allowed)) != allowed:
-            raise UserError(f"{where}: {name} is {shorten(value)}, AMPLIFY here has {allowed!r}")
-    check_sizes(config, where)
-    check_positive(config, where, "norm_eps", "embedding_init_range", "decoder_init_range")
-    if config.embedding_init_range != config.decoder_init_range:
-        raise UserError(f"{where}: embedding_init_range and decoder_init_range differ: give one value to both")
-    check_heads(config, where)
 
 
 # name: (layers, hidden size, attention heads, intermediate size)
@@ -148,5 +127,5 @@ def load_config(name: str) -> AmplifyConfig:
     if name in AMPLIFY_SIZES:
         return amplify_config(*AMPLIFY_SIZES[name])
     config = hf_directory.load_config(name, AmplifyConfig.read, name, AMPLIFY_SIZES, "")
-    check_supported(config, name)
+    config.check(name)
     return config

@@ -7,7 +7,7 @@ from typing import Any
 from common.models.esm2.family import EncoderFamily
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 from extras.families.amplify.alphabet import ALPHABET
-from extras.families.amplify.config import AMPLIFY_SIZES, AmplifyConfig, check_supported, load_config
+from extras.families.amplify.config import AMPLIFY_SIZES, AmplifyConfig, load_config
 from extras.families.amplify.convert import ADAPTER
 from extras.families.esmc.family import swiglu_flops
 
@@ -17,7 +17,6 @@ class Amplify(EncoderFamily):
     title, published = "AMPLIFY", tuple(AMPLIFY_SIZES)
     form = "in its authors' names, for --model_name_or_path; transformers has no class of it"
     adapter: StateDictAdapter = ADAPTER
-    check_config = staticmethod(check_supported)
 
     def load_config(self, name: str) -> AmplifyConfig:
         return load_config(name)

@@ -19,7 +19,6 @@ from extras.families.decoders.config import (
     MODEL_TYPES,
     PRESETS,
     DecoderConfig,
-    check_supported,
     load_decoder_config,
     preset_like,
 )
@@ -117,7 +116,7 @@ class DecoderFlags(BackendFlags):
         longest = max(config.max_position_embeddings, context)
         config = replace(config, **sizes, max_position_embeddings=longest)
         named = f"--model_type {self.model_type} (as {base})" if self.model_type else f"--model {base}"
-        check_supported(config, named)
+        config.check(named)
         remark = f"Model: {base}" + (f", but for {'; '.join(differing)}" if differing else "")
         return config, remark
 

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 from common.cli import UserError
 from common.files.safe_files import shorten
 from common.models.layers import hf_directory
-from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, read_config
+from common.models.layers.config_base import ConfigBase
+from common.models.layers.hf_directory import read_config
 
 # What a decoder is made of (Llama, Mistral, Mixtral), under transformers' names: the fields of its config.json.
 #
@@ -26,7 +27,7 @@ LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max
 
 
 @dataclass
-class DecoderConfig:
+class DecoderConfig(ConfigBase):
     """rope_scaling: None, or Llama 3's {rope_type: llama3, factor, low_freq_factor, ...}.
 
     num_local_experts: of Mixtral; 0 for a feed-forward block that is the same for all tokens. others: what else a
@@ -34,6 +35,16 @@ class DecoderConfig:
     """
 
     set_by: ClassVar[str] = "--{name} {size}, or another --model"
+    described = "decoders here have"
+    fixed = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "sliding_window": None,
+        "router_jitter_noise": 0.0,
+    }
+    positive = ("rms_norm_eps", "rope_theta", "initializer_range")
 
     model_type: str = "llama"
     vocab_size: int = 32000
@@ -78,20 +89,36 @@ class DecoderConfig:
         return cls(**values, others={name: value for name, value in content.items() if name not in known})
 
     def content(self) -> dict[str, Any]:
-        """What `read` makes this of: names and values of a config.json, as the Hub's own have them."""
-        values = asdict(self)
-        others = values.pop("others")
+        """As the Hub's own have it."""
+        values = super().content()
         if not self.num_local_experts:
             for name in ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"):
                 del values[name]
         if self.model_type != "llama":
             values["sliding_window"] = None  # transformers' default for Mistral is 4096
-        return {"architectures": [self.architecture], "hidden_act": "silu"} | others | values
+        return {"architectures": [self.architecture], "hidden_act": "silu"} | values
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree for a checkpoint to be of the same model."""
         free = {"initializer_range", "router_aux_loss_coef", "max_position_embeddings", "others"}
         return {name: value for name, value in asdict(self).items() if name not in free}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"{where}: num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}: every key and value serves as many queries"
+            )
+        if (scaling := self.rope_scaling) is not None:
+            numbers = [scaling.get(name) for name in LLAMA3_SCALING]
+            if scaling.get("rope_type") != "llama3" or not all(type(n) in (int, float) and n > 0 for n in numbers):
+                names = ", ".join(LLAMA3_SCALING)
+                raise UserError(f"{where}: rope_scaling {shorten(scaling)}: only llama3's is here, with {names}")
+        if self.num_local_experts and not 1 <= self.num_experts_per_tok <= self.num_local_experts:
+            raise UserError(
+                f"{where}: num_experts_per_tok {self.num_experts_per_tok}: choose 1-{self.num_local_experts}"
+            )
 
     def to_transformers(self):
         """The same as transformers' own configuration."""
@@ -102,34 +129,6 @@ def _stock_class(model_type: str):
     import transformers
 
     return getattr(transformers, ARCHITECTURES[model_type].replace("ForCausalLM", "Config"))
-
-
-def check_supported(config: DecoderConfig, where: str) -> None:
-    """Refuse what this implementation would silently compute differently, and sizes that make no model."""
-    expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-    expected |= {"sliding_window": None, "router_jitter_noise": 0.0}
-    for name, allowed in expected.items():
-        value = config.others.get(name, allowed)
-        if value != allowed:
-            raise UserError(f"{where}: {name} is {shorten(value)}, decoders here have {allowed!r}")
-    check_sizes(config, where)
-    check_positive(config, where, "rms_norm_eps", "rope_theta", "initializer_range")
-    check_heads(config, where)
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise UserError(
-            f"{where}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
-            f"{config.num_key_value_heads}: every key and value serves as many queries"
-        )
-    if (scaling := config.rope_scaling) is not None:
-        numbers = [scaling.get(name) for name in LLAMA3_SCALING]
-        if scaling.get("rope_type") != "llama3" or not all(type(n) in (int, float) and n > 0 for n in numbers):
-            raise UserError(
-                f"{where}: rope_scaling {shorten(scaling)}: only llama3's is here, with {', '.join(LLAMA3_SCALING)}"
-            )
-    if config.num_local_experts and not 1 <= config.num_experts_per_tok <= config.num_local_experts:
-        raise UserError(
-            f"{where}: num_experts_per_tok {config.num_experts_per_tok}: choose 1-{config.num_local_experts}"
-        )
 
 
 def _llama3(factor: float) -> dict:
@@ -228,7 +227,7 @@ def load_decoder_config(name: str) -> DecoderConfig:
         return replace(PRESETS[name].config)
     hint = "; ESM-2 is named by --config_name"
     config = hf_directory.load_config(name, DecoderConfig.read, f"--model {name}", PRESETS, hint)
-    check_supported(config, name)
+    config.check(name)
     return config
 
 

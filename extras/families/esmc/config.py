@@ -7,43 +7,47 @@ multiple of 256.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 from common.cli import UserError, one_line
 from common.files.safe_files import shorten
 from common.models.esm2.alphabet import TOKENS as ESM2_TOKENS
 from common.models.layers import hf_directory
-from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, fields_of, read_config
+from common.models.layers.config_base import ConfigBase
 
 # ESM-2's, but for the chain break: the ids of residues, <mask> and the like are the same.
 TOKENS = tuple("|" if token == "<null_1>" else token for token in ESM2_TOKENS)
 ALPHABET = " ".join(TOKENS)
 VOCAB_SIZE = 64  # rows of the embedding and of the decoder, all of them trained
-# What a config.json may say otherwise, and this implementation does not compute; None: the default.
-FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "pad_token_id": 1,
-    "mask_token_id": 32,
-}
-FINGERPRINT_FIELDS = (
-    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-)
 
 
 @dataclass
-class EsmcConfig:
+class EsmcConfig(ConfigBase):
     """The fields of an ESM C config.json, with the defaults of `transformers.EsmcConfig`. others: all other keys."""
 
     set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
     architecture: ClassVar[str] = "EsmcForMaskedLM"
     layer_norm_eps: ClassVar[float] = 1e-5  # not in config.json: of every LayerNorm
     token_dropout: ClassVar[bool] = False
+    described = "ESM C here has"
+    fixed = {  # None: the default
+        "model_type": "esmc",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "tie_word_embeddings": (False, None),
+        "rope_theta": (10000.0, None),
+        "pad_token_id": (1, None),
+        "mask_token_id": (32, None),
+        "rope_type": ("default", None),
+    }
+    positive = ("initializer_range",)
+    fingerprint_fields = (
+        *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    )
+    vocabulary = ALPHABET
 
     model_type: str = "esmc"
     vocab_size: int = VOCAB_SIZE
@@ -56,57 +60,30 @@ class EsmcConfig:
     others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> EsmcConfig:
-        """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
-        return cls.of(read_config(path))
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> EsmcConfig:
-        """From the content of a config.json. ValueError if it is malformed."""
-        values, others = fields_of(cls, content)
-        config = cls(**values)
+    def of(cls, content: dict[str, Any]) -> Self:
+        config = super().of(content)
         # Both follow from the fields above, which --config_overrides may change.
         derived = {"num_key_value_heads": config.num_attention_heads}
         derived["head_dim"] = config.hidden_size // max(1, config.num_attention_heads)
         for name, expected in derived.items():
-            if (value := others.pop(name, None)) not in (None, expected):
+            if (value := config.others.pop(name, None)) not in (None, expected):
                 raise ValueError(f"{name} is {shorten(value)}, ESM C has {expected} with these sizes")
-        config.others = others
         return config
 
-    def content(self) -> dict[str, Any]:
-        """The inverse of `read`: names and values of a config.json."""
-        values = asdict(self)
-        return values.pop("others") | values
+    def stated(self) -> dict[str, Any]:
+        return super().stated() | (self.others.get("rope_parameters") or {})
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What must agree for a checkpoint to be of the same model."""
-        return {name: getattr(self, name) for name in FINGERPRINT_FIELDS} | {"alphabet": ALPHABET}
+    def check(self, where: str) -> None:
+        rope = self.others.get("rope_parameters") or {}
+        if not isinstance(rope, dict):
+            raise UserError(f"{where}: rope_parameters is {shorten(rope)}: must be an object")
+        super().check(where)
 
     def to_transformers(self):
         """The same as a `transformers.EsmcConfig`."""
         from transformers import EsmcConfig
 
         return EsmcConfig.from_dict(self.content())
-
-
-def check_supported(config: EsmcConfig, where: str) -> None:
-    """Refuse a configuration that this implementation would silently compute differently, but for dropout, which only
-    training applies (`check_no_dropout`)."""
-    if config.model_type != "esmc":
-        raise UserError(f"{where}: model_type is {shorten(config.model_type)}, not esmc")
-    if config.vocab_size != VOCAB_SIZE:
-        raise UserError(f"{where}: vocab_size is {shorten(config.vocab_size)}, ESM C has {VOCAB_SIZE}")
-    rope = config.others.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{where}: rope_parameters is {shorten(rope)}: must be an object")
-    given = config.others | rope
-    for name, allowed in (FIXED | {"rope_type": "default"}).items():
-        if given.get(name) not in (None, allowed):
-            raise UserError(f"{where}: {name} is {shorten(given[name])}, ESM C here has {allowed!r}")
-    check_sizes(config, where)
-    check_positive(config, where, "initializer_range")
-    check_heads(config, where)
 
 
 # name: (layers, hidden size, attention heads, feed-forward size)
@@ -129,7 +106,7 @@ def load_config(name: str) -> EsmcConfig:
     if name in ESMC_SIZES:
         return esmc_config(*ESMC_SIZES[name])
     config = hf_directory.load_config(name, EsmcConfig.read, name, ESMC_SIZES, "")
-    check_supported(config, name)
+    config.check(name)
     try:
         config.to_transformers()
     except Exception as error:  # its checks of the fields that are unused here

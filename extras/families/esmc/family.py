@@ -7,7 +7,7 @@ from typing import Any
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.family import EncoderFamily
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
-from extras.families.esmc.config import ALPHABET, ESMC_SIZES, EsmcConfig, check_supported, load_config
+from extras.families.esmc.config import ALPHABET, ESMC_SIZES, EsmcConfig, load_config
 from extras.families.esmc.convert import ADAPTER
 
 
@@ -25,7 +25,6 @@ class Esmc(EncoderFamily):
     title, published = "ESM C", tuple(ESMC_SIZES)
     stock, lora_targets = "Esmc", "q_proj,k_proj,v_proj"
     adapter: StateDictAdapter = ADAPTER
-    check_config = staticmethod(check_supported)
 
     def load_config(self, name: str) -> EsmcConfig:
         return load_config(name)

@@ -19,7 +19,7 @@ from common.models.esm2.config import override
 from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import count_parameters, initialise
 from extras.families.amplify.alphabet import TOKENS
-from extras.families.amplify.config import AMPLIFY_SIZES, AmplifyConfig, amplify_config, check_supported, load_config
+from extras.families.amplify.config import AMPLIFY_SIZES, AmplifyConfig, amplify_config, load_config
 from extras.families.amplify.convert import ADAPTER
 from extras.families.amplify.family import FAMILY
 from extras.families.amplify.model import AmplifyForMaskedLM
@@ -259,6 +259,6 @@ def test_amplify_config_refuses_what_it_would_not_compute(tmp_path: Path, change
 
 def test_amplify_overrides_change_sizes_only():
     sizes = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_size=64"
-    assert override(load_config("chandar-lab/AMPLIFY_120M"), sizes, check_supported) == amplify_config(2, 32, 4, 64)
+    assert override(load_config("chandar-lab/AMPLIFY_120M"), sizes) == amplify_config(2, 32, 4, 64)
     with pytest.raises(UserError, match="vocab_size=33: expected name=value"):
-        override(load_config("chandar-lab/AMPLIFY_120M"), "vocab_size=33", check_supported)
+        override(load_config("chandar-lab/AMPLIFY_120M"), "vocab_size=33")

@@ -19,7 +19,7 @@ from common.distributed.world import Mesh
 from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import initialise
 from extras.families.decoders import model as loss_module
-from extras.families.decoders.config import GUIDE_RUNS, PRESETS, DecoderConfig, check_supported, load_decoder_config
+from extras.families.decoders.config import GUIDE_RUNS, PRESETS, DecoderConfig, load_decoder_config
 from extras.families.decoders.convert import ADAPTER
 from extras.families.decoders.layers import rotary_frequencies
 from extras.families.decoders.model import DecoderForCausalLM, vocabulary_loss
@@ -91,7 +91,7 @@ def test_decoder_presets_equal_published(name):
     scaling = config.rope_scaling or {}
     assert scaling.get("factor") == {"llama3_1": 8, "llama3_2": 32}.get(name[:8])
     assert config.router_aux_loss_coef == (0.02 if name == "mistral_8x7b" else 0)
-    check_supported(config, name)
+    config.check(name)
     assert list(GUIDE_RUNS) == list(PRESETS) == list(PUBLISHED)
 
 
@@ -278,7 +278,7 @@ def test_decoder_conversion_round_trip_is_bitwise(pair):
 )
 def test_decoder_config_refuses_unsupported(changes, said):
     with pytest.raises(UserError, match=said):
-        check_supported(replace(tiny("llama3_1_8b"), **changes), "x")
+        replace(tiny("llama3_1_8b"), **changes).check("x")
 
 
 def test_decoder_config_refuses_other_models(tmp_path: Path):

@@ -18,7 +18,7 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
-from extras.families.esmc.config import ESMC_SIZES, TOKENS, EsmcConfig, check_supported, esmc_config, load_config
+from extras.families.esmc.config import ESMC_SIZES, TOKENS, EsmcConfig, esmc_config, load_config
 from extras.families.esmc.convert import ADAPTER
 from extras.families.esmc.family import FAMILY
 from extras.families.esmc.model import EsmcForMaskedLM
@@ -211,8 +211,8 @@ def test_esmc_dropout_is_read_and_refused_in_training(tmp_path: Path):
     [
         ({"num_key_value_heads": 2}, "num_key_value_heads is 2, ESM C has 4"),
         ({"head_dim": 8}, "head_dim is 8, ESM C has 16"),
-        ({"vocab_size": 33}, "vocab_size is 33, ESM C has 64"),
-        ({"model_type": "esm"}, "model_type is 'esm', not esmc"),
+        ({"vocab_size": 33}, "vocab_size is 33, ESM C here has 64"),
+        ({"model_type": "esm"}, "model_type is 'esm', ESM C here has 'esmc'"),
         ({"attention_bias": True}, "attention_bias is True, ESM C here has False"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0}}, "rope_type is 'yarn'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 1000000.0"),
@@ -232,7 +232,7 @@ def test_esmc_config_refuses_what_it_would_not_compute(tmp_path: Path, changes, 
 
 def test_esmc_overrides_change_sizes_only():
     sizes = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_size=64"
-    config = override(load_config("biohub/ESMC-300M-hf"), sizes, check_supported)
+    config = override(load_config("biohub/ESMC-300M-hf"), sizes)
     assert config == esmc_config(2, 32, 4, 64)
     with pytest.raises(UserError, match="layer_norm_eps=1e-6: expected name=value"):
-        override(config, "layer_norm_eps=1e-6", check_supported)
+        override(config, "layer_norm_eps=1e-6")

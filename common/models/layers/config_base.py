@@ -1,0 +1,63 @@
+"""What the configurations of all families have in common: config.json read, checked and written again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from common.cli import UserError
+from common.files.safe_files import shorten
+from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, fields_of, read_config
+
+
+@dataclass
+class ConfigBase:
+    """A subclass is a dataclass of config.json's fields, the last of them `others`: all other keys, written again.
+
+    fixed: {name: the only value that is computed here, or a tuple of those, the one for messages first}, whether a
+    field or not; a name that is absent is fine. described: who has it, for the message.
+    """
+
+    described: ClassVar[str]
+    fixed: ClassVar[dict[str, Any]]
+    positive: ClassVar[tuple[str, ...]]  # fields that must be above 0, besides sizes
+    fingerprint_fields: ClassVar[tuple[str, ...]]
+    vocabulary: ClassVar[str]  # the tokens in order, separated by blanks
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
+        return cls.of(read_config(path))
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Self:
+        """From the content of a config.json. ValueError if it is malformed."""
+        values, others = fields_of(cls, content)
+        return cls(**values, others=others)  # pyrefly: ignore[unexpected-keyword]  # a field of subclasses
+
+    def content(self) -> dict[str, Any]:
+        """The inverse of `read`: names and values of a config.json."""
+        values = asdict(self)
+        return values.pop("others") | values
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must agree for a checkpoint to be of the same model: its shape, and its alphabet."""
+        return {name: getattr(self, name) for name in self.fingerprint_fields} | {"alphabet": self.vocabulary}
+
+    def stated(self) -> dict[str, Any]:
+        """The values that `fixed` is compared with."""
+        values = dict(vars(self))
+        return values.pop("others") | values
+
+    def check(self, where: str) -> None:
+        """Refuse a configuration that this implementation would silently compute differently, but for dropout, which
+        only training applies (`check_no_dropout`), and sizes that make no model."""
+        stated = self.stated()
+        for name, allowed in self.fixed.items():
+            allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+            if name in stated and stated[name] not in allowed:
+                raise UserError(f"{where}: {name} is {shorten(stated[name])}, {self.described} {allowed[0]!r}")
+        check_sizes(self, where)
+        check_positive(self, where, *self.positive)
+        check_heads(self, where)
