@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.decoder_fixtures import train_decoder
+from tests.decoder_fixtures import train_decoder, write_text
 
 MIXTRAL = {"model_type": "mixtral", "activation_checkpointing": "none"}
 EMULATED = {"fp8": 1, "emulate_precision": 1}
