@@ -18,20 +18,19 @@ import re
 import shutil
 import sys
 import tempfile
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from benchmarks.commits import called, prepare
 from benchmarks.measuring import ROOT, publish, say, torchrun, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
+from common.training.checkpoint_reader import open_checkpoint
+from extras.stored_tensors import StoredTensors
 
 PROTEINS = 400  # the first ones of --fasta
 STEPS, SAVED = 30, 20
@@ -143,18 +142,13 @@ def figures(out: Path) -> dict[str, str]:
 
 
 def checkpoint(out: Path) -> dict[str, str]:
-    """The last checkpoint's tensors, weights and optimiser, whole and hashed, and its other values: torch reads it."""
-    reader = dcp.FileSystemReader(out / f"checkpoint-{STEPS}")
-    state: dict = {}
-    for name, each in reader.read_metadata().state_dict_metadata.items():
-        is_tensor = isinstance(each, TensorStorageMetadata)
-        state[name] = torch.empty(each.size, dtype=each.properties.dtype) if is_tensor else None
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            content = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-            state[name] = f"{value.dtype} {list(value.shape)} sha256 {hashlib.sha256(content).hexdigest()}"
-    return {name: str(value) for name, value in state.items()}
+    """The last checkpoint's tensors, weights and optimiser, whole and hashed, whatever its format."""
+    stored, found = StoredTensors(open_checkpoint(out / f"checkpoint-{STEPS}")), {}
+    for name in stored.shapes:
+        tensor = stored.read(name)
+        digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        found[name] = f"{tensor.dtype} {list(tensor.shape)} sha256 {digest}"
+    return found
 
 
 def final_model(out: Path) -> dict[str, str]:
@@ -210,7 +204,6 @@ def word(difference: str) -> str:
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # checkpoints are read in this process
     names = args.only or list(RUNS)
     with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as place:
         work = Path(place).resolve()

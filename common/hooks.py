@@ -155,8 +155,8 @@ class Catalogue(Protocol):
     def read_checkpoint(self, directory: Path, config: Any) -> tuple[Any, dict]:
         """--model_name_or_path of a run's checkpoint."""
 
-    def pickled_metadata(self, data: bytes) -> dict:
-        """A checkpoint whose metadata are pickled, read without unpickling."""
+    def earlier_checkpoint(self, path: Path, sizes: dict[str, int]) -> Any:
+        """The reader of a checkpoint of an earlier format."""
 
     def check_push(self, name: str) -> None:
         """--hub_model_id."""

@@ -163,8 +163,7 @@ FILES = [
     (".starts", "JSON", "starts in a row without a new checkpoint", "`extras.launch`"),
     ("checkpoint-<step>/manifest.json", "JSON", "size and CRC-32 of each file; the model's fingerprint", "a resume"),
     ("checkpoint-<step>/metadata.json", "JSON", "which tensors lie where", "a resume"),
-    ("checkpoint-<step>/.metadata", "pickle", "the same for torch's own tools", "`torch.distributed.checkpoint`"),
-    ("checkpoint-<step>/__<rank>_0.distcp", "torch", "a rank's share of weights and optimiser", "a resume"),
+    ("checkpoint-<step>/__<rank>_0.distcp", "safetensors", "a rank's share of weights and optimiser", "a resume"),
     ("checkpoint-<step>/trainer_state.json", "JSON", "steps, tokens, position in the data", "a resume"),
     ("checkpoint-<step>/config.json", "JSON", "the model's sizes", "`extras.export`, embed.py, score.py"),
     (

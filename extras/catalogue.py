@@ -293,10 +293,10 @@ def read_checkpoint(directory: Path, config: Any) -> tuple[Any, dict]:
     return extras.export.read_checkpoint(directory, config)
 
 
-def pickled_metadata(data: bytes) -> dict:
-    from extras.interop.pickled_metadata import content_of_pickle
+def earlier_checkpoint(path: Path, sizes: dict[str, int]) -> Any:
+    from extras.checkpoint_format_1 import EarlierReader
 
-    return content_of_pickle(data)
+    return EarlierReader(path, sizes)
 
 
 def check_push(name: str) -> None:

@@ -28,10 +28,11 @@ from common.models.family import Family, families, family_of
 from common.models.layers.model_card import Training
 from common.training import checkpoint_files as files
 from common.training.checkpoint_files import CONFIG, TRAINER_STATE
-from common.training.checkpoint_reader import StoredTensors
+from common.training.checkpoint_reader import open_checkpoint
 from common.training.usable import damage_of, newest_usable
 from extras.families.text.tokenizers import Tokenizer, load_tokenizer
 from extras.prepare.output_directory import check_free
+from extras.stored_tensors import StoredTensors
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +96,12 @@ def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:
 
 def _family(checkpoint: Path) -> Family:
     """UserError if this version cannot read its model."""
-    model, listed = files.read_manifest(checkpoint)
-    model_type = model.get("model_type")
+    manifest = files.read_manifest(checkpoint)
+    model_type = manifest.model.get("model_type")
     family = family_of(model_type if isinstance(model_type, str) and model_type in families() else "esm")
-    if family.task == "mlm" and model.get("alphabet") != family.alphabet:
+    if family.task == "mlm" and manifest.model.get("alphabet") != family.alphabet:
         raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
-    if CONFIG not in listed:
+    if CONFIG not in manifest.files:
         raise UserError(
             f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
             f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
@@ -115,7 +116,7 @@ def read_checkpoint(checkpoint: Path, config: Any) -> tuple[Callable[[str], Tens
     """
     with torch.device("meta"):
         expected = _family(checkpoint).make(config).state_dict()
-    stored = StoredTensors(checkpoint)
+    stored = StoredTensors(open_checkpoint(checkpoint))
     for name, tensor in expected.items():
         if stored.shapes.get(MODEL + name) != tensor.shape:
             raise UserError(f"{checkpoint}: its weights are not those of its {CONFIG}: {name}: make a new checkpoint")

@@ -14,13 +14,15 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from benchmarks.measuring import file_first
 from common.files.safe_files import read_json_lines
@@ -209,10 +211,25 @@ def final_weights(output_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_state(checkpoint: Path, scratch: Path) -> dict:
-    """{"model": ..., "optimizer": ...} of a checkpoint-<step> directory, as saved; `scratch`: a directory to use."""
-    file = scratch / f"{checkpoint.parent.name}-{checkpoint.name}.pt"
-    dcp_to_torch_save(checkpoint, file)
-    return torch.load(file, weights_only=False)
+    """{"model": {name: tensor}, "optimizer": {"state": {name: {moment: tensor}}}, ...} of a checkpoint's directory.
+
+    As torch's own reader of sharded safetensors has it. scratch: a directory to use.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch) as links:
+        for shard in checkpoint.glob("*.distcp"):
+            Path(links, f"{shard.name}.safetensors").symlink_to(shard.resolve())
+        stored = HuggingFaceStorageReader(links).read_metadata().state_dict_metadata
+        tensors = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in stored.items()}
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(links), no_dist=True)
+    state: dict = {"model": {}, "optimizer": {"state": {}}}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer.state."):
+            parameter, _, moment = name.removeprefix("optimizer.state.").rpartition(".")
+            state["optimizer"]["state"].setdefault(parameter, {})[moment] = tensor
+        else:
+            part, _, key = name.partition(".")
+            state.setdefault(part, {})[key] = tensor
+    return state
 
 
 def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -1,9 +1,9 @@
 """Save and restore checkpoints: complete, or absent.
 
-`output_dir/checkpoint-<step>/` holds torch.distributed.checkpoint shards under canonical (unwrapped) names, so any
-strategy on any number of ranks loads what any other saved; `metadata.json`, the index of the shards (`.metadata` is
-the same for torch's own tools); `trainer_state.json`; `config.json`, which with the weights makes a model
-(extras/export.py); and `manifest.json`: format version, the model's fingerprint, these files with size and CRC-32.
+`output_dir/checkpoint-<step>/` holds a safetensors file of each rank, with tensors under canonical (unwrapped) names,
+so any strategy on any number of ranks loads what any other saved; `metadata.json`, which says where each part of a
+tensor lies; `trainer_state.json`; `config.json`, which with the weights makes a model (extras/export.py); and
+`manifest.json`: format version, the model's fingerprint, these files with size and CRC-32.
 With --save_hf it also holds the files of transformers' `save_pretrained`, which a resume does not read. All of it is
 written to a temporary directory, flushed to disk, and renamed last.
 
@@ -32,7 +32,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common.cli import INTERRUPTED, UserError
@@ -43,7 +42,8 @@ from common.flags import Flags, Missing, flag
 from common.hooks import extra
 from common.training import checkpoint_files as files
 from common.training.checkpoint_files import CONFIG, TRAINER_STATE, reason_of
-from common.training.checkpoint_metadata import METADATA, OLD_METADATA, Writer
+from common.training.checkpoint_metadata import METADATA
+from common.training.checkpoint_writer import Writer, shard_name
 from common.training.pinned_stager import PinnedStager, share_of
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,8 @@ class Checkpointer:
         """Return once the state is copied (`async_save`) or written. Raises the previous save's error, if any."""
         self.wait()
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales() | self.extras
+        moments = {"state": optimizer_state["state"]}  # no hyperparameters: flags and schedule give them
+        state = {"model": _canonical(model_state), "optimizer": moments} | self._scales() | self.extras
         if not self.flags.async_save:
             self._write(step, self.dcp_state(state, True), trainer_state)
             return self._raise_failure()
@@ -197,8 +198,7 @@ class Checkpointer:
                 if is_main:
                     files.clear_partial(self.output_dir)
                     partial.mkdir(parents=True)
-            writer = Writer(partial, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=self.group)  # raises on all ranks if on one
+            dcp.save(state, storage_writer=Writer(partial), process_group=self.group)  # raises on all ranks if on one
             with raise_together(self.group):
                 checksums = self._checksums(partial)
             gathered = self.world.gather_to_main(checksums, self.group)
@@ -246,17 +246,15 @@ class Checkpointer:
         write_json_flushed(partial / files.MANIFEST, manifest, sort_keys=False)
 
     def _checksums(self, directory: Path) -> dict[str, list[int]]:
-        """{file: [bytes, CRC-32]} of this rank's shards, read back; on the main rank also of the metadata."""
-        prefix = f"__{self.world.rank}_"
-        paths = [p for p in directory.iterdir() if p.name.startswith(prefix)]
-        paths += [directory / METADATA, directory / OLD_METADATA] if self.world.is_main else []
-        return {p.name: size_and_crc(p) for p in paths}
+        """{file: [bytes, CRC-32]} of this rank's shard, read back; on the main rank also of the metadata."""
+        names = [shard_name(self.world.rank), *([METADATA] if self.world.is_main else [])]
+        return {name: size_and_crc(directory / name) for name in names}
 
     # ---- restoring ------------------------------------------------------------------------------------------
 
     def load(self, path: Path) -> None:
         """Load model, optimizer and scales from a whole checkpoint of this model, of any strategy and world size."""
-        from common.training.checkpoint_reader import Planner, Reader  # only a resumed run reads one
+        from common.training.checkpoint_reader import open_checkpoint  # only a resumed run reads one
 
         # torch makes an optimiser's state, for the checkpoint's to go to, only while it has none and no parameter has
         # a gradient, and takes those that it makes away: `Strategy.keep_gradients` needs them back. After a step the
@@ -270,22 +268,20 @@ class Checkpointer:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with self.world.raise_together():
-            reader = Reader(path)
+            reader = open_checkpoint(path)
             scales = self._scales(reader.metadata.state_dict_metadata)
-        state = self.dcp_state({"model": _canonical(model_state), "optimizer": optimizer_state} | scales, False)
+        moments = {"state": optimizer_state["state"]}
+        state = self.dcp_state({"model": _canonical(model_state), "optimizer": moments} | scales, False)
         try:
-            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
+            dcp.load(state, storage_reader=reader, process_group=self.group)
         except CheckpointException as error:  # on all ranks
             self.world.raise_on_all(UserError(f"{path}: cannot be read: {reason_of(error)}"))
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=model_state | state["model"],
-            optim_state_dict=state["optimizer"],
+            optim_state_dict=optimizer_state | state["optimizer"],
         )
-        for group, own in zip(self.optimizer.param_groups, options, strict=True):
-            group |= own  # hyperparameters come from the flags, not from the checkpoint
 
     def _scales(self, saved: dict | None = None) -> dict:
         """The FP8 scales of a state to save, or of one to restore: {} if its metadata, `saved`, have none."""
@@ -295,7 +291,7 @@ class Checkpointer:
             return {"scales": self.scales} if self.scales else {}
         for name, tensor in self.scales.items():
             stored = saved.get(f"scales.{name}")
-            if not isinstance(stored, TensorStorageMetadata):
+            if stored is None:
                 logger.warning("The checkpoint has no FP8 scales: they start at 1")
                 return {}
             if stored.size != tensor.shape:

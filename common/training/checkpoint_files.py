@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from isal import isal_zlib
@@ -22,7 +23,8 @@ from common.files.safe_files import check_type, file_size, is_plain_name, open_r
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+EARLIER_VERSIONS = (1,)  # read by extras/checkpoint_format_1.py
 PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
 # NFS clients cache attributes for up to a minute before they see a file that another machine has written.
 SHARED_PATIENCE_S = 90.0
@@ -49,8 +51,17 @@ def check_nothing_was_completed(output_dir: Path) -> None:
         )
 
 
-def read_manifest(path: Path) -> tuple[dict, dict[str, list[int]]]:
-    """(the model's fingerprint, {file: [bytes, CRC-32]}). Corrupt if there is no readable manifest."""
+@dataclass(frozen=True)
+class Manifest:
+    """version: of the format; model: its fingerprint; files: {file: [bytes, CRC-32]}."""
+
+    version: int
+    model: dict
+    files: dict[str, list[int]]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Corrupt if there is no readable manifest, or one of a format that this program does not read."""
     if not path.is_dir():
         raise Corrupt("no such directory")
     try:
@@ -60,21 +71,21 @@ def read_manifest(path: Path) -> tuple[dict, dict[str, list[int]]]:
         check_type("files", files, "dict")
     except (OSError, ValueError, KeyError) as error:
         raise Corrupt("not a checkpoint of this program, or torn: no readable manifest.json") from error
-    if version != FORMAT_VERSION:
-        raise Corrupt(f"format {shorten(version)}, this program reads {FORMAT_VERSION}")
+    if type(version) is not int or version not in (FORMAT_VERSION, *EARLIER_VERSIONS):
+        raise Corrupt(f"format {shorten(version)}, this program reads {FORMAT_VERSION} and earlier ones")
     for name, recorded in files.items():
         if not is_plain_name(name):
             raise Corrupt(f"manifest.json names {shorten(name)}, which is no file of the directory")
         sizes = isinstance(recorded, list) and len(recorded) == 2 and all(type(n) is int and n >= 0 for n in recorded)
         if not sizes:
             raise Corrupt(f"manifest.json gives {name} the size {shorten(recorded)}")
-    return model, files
+    return Manifest(version, model, files)
 
 
 def read_listed(path: Path, name: str) -> dict:
     """A JSON file of a checkpoint, which its manifest must list. UserError if it cannot be read."""
     try:
-        if name not in read_manifest(path)[1]:
+        if name not in read_manifest(path).files:
             raise Corrupt("it is not in the manifest")
         return read_json(path / name)
     except (OSError, ValueError, Corrupt) as error:

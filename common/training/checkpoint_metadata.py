@@ -1,27 +1,22 @@
-"""metadata.json: torch.distributed.checkpoint's Metadata as JSON, so that no pickle is needed to read it.
+"""metadata.json: which part of which tensor lies where in a checkpoint's files.
 
     {"files": ["__0_0.distcp", ...],
-     "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, begin, length], ...]}},
-     "values": {name: [file, begin, length]}}
+     "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, begin, length], ...]}}}
 
-`file` is an index into `files`; `begin` and `length` delimit the bytes torch.save wrote. `decode` checks every number
+`file` is an index into `files`; `begin` and `length` delimit the bytes of a chunk. `decode` checks every number
 before use: chunks lie within their tensor and fill it, bytes lie within their file and do not overlap. So tensors take
-no more memory than their files take bytes. Older checkpoints have only torch's pickled `.metadata`
-(extras/interop/pickled_metadata.py), which passes the same checks.
+no more memory than their files take bytes.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -29,18 +24,27 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from common.files.safe_files import LARGEST_INT, is_plain_name, shorten, sync
+from common.files.safe_files import LARGEST_INT, is_plain_name, shorten
 
 METADATA = "metadata.json"
-OLD_METADATA = ".metadata"  # for torch's own tools; older checkpoints have no other
-LARGEST = 256 << 20  # bytes; an item takes a thousand in its shard and far fewer here
+SHARD_ENDING = ".distcp"  # of a rank's file
 MOST_DIMENSIONS = 8
 
-_DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-    *("int64", "int32", "int16", "int8", "uint8", "bool"),
-)
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
+SAFETENSORS = {  # what a safetensors file calls each dtype
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS}
 
 
 class Refused(ValueError):
@@ -49,7 +53,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a value is stored."""
+    """Where bytes are stored."""
 
     file: str
     begin: int
@@ -64,61 +68,48 @@ class StoredChunk(Stored):
     sizes: tuple[int, ...]
 
 
-class Writer(dcp.FileSystemWriter):
-    """Writes metadata.json beside torch's `.metadata`."""
-
-    def finish(self, metadata: Metadata, results: list) -> None:
-        super().finish(metadata, results)
-        with open(Path(self.path) / METADATA, "w") as file:
-            file.write(json.dumps(encode(metadata), separators=(",", ":")))
-            sync(file)
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, in place."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
-def encode(metadata: Metadata) -> dict[str, Any]:
-    """The content of metadata.json. metadata: as completed by torch's FileSystemWriter."""
+def encode(metadata: Metadata, places: dict[MetadataIndex, Stored]) -> dict[str, Any]:
+    """The content of metadata.json. places: of each chunk of the metadata."""
     files: dict[str, int] = {}
 
-    def place(index: MetadataIndex) -> list[int]:
-        info = metadata.storage_data[index]
-        return [files.setdefault(info.relative_path, len(files)), info.offset, info.length]
+    def place(name: str, chunk: ChunkStorageMetadata) -> list[int]:
+        stored = places[MetadataIndex(name, chunk.offsets)]
+        return [files.setdefault(stored.file, len(files)), stored.begin, stored.length]
 
-    tensors, values = {}, {}
+    tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, BytesStorageMetadata):
-            values[name] = place(MetadataIndex(name))
-            continue
-        chunks = [[list(c.offsets), list(c.sizes), *place(MetadataIndex(name, c.offsets))] for c in stored.chunks]
+        assert isinstance(stored, TensorStorageMetadata), f"{name}: only tensors are saved"
+        chunks = [[list(c.offsets), list(c.sizes), *place(name, c)] for c in stored.chunks]
         dtype = str(stored.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "shape": list(stored.size), "chunks": chunks}
-    return {"files": list(files), "tensors": tensors, "values": values}
+    return {"files": list(files), "tensors": tensors}
 
 
 def decode(content: Any, sizes: dict[str, int]) -> Metadata:
-    """The Metadata of an untrusted `content`; `storage_data` holds a Stored for each chunk and value.
+    """The Metadata of an untrusted `content`; `storage_data` holds a StoredChunk for each chunk.
 
     sizes: {file: bytes} of the checkpoint. Refused: a violation of the format in this module's docstring.
     """
-    require(isinstance(content, dict) and content.keys() == {"files", "tensors", "values"}, "it is no metadata")
-    files, tensors, values = content["files"], content["tensors"], content["values"]
-    shapes = isinstance(files, list) and isinstance(tensors, dict) and isinstance(values, dict)
-    require(shapes, "it is no metadata")
+    require(isinstance(content, dict) and content.keys() == {"files", "tensors"}, "it is no metadata")
+    files, tensors = content["files"], content["tensors"]
+    require(isinstance(files, list) and isinstance(tensors, dict), "it is no metadata")
     for file in files:
         require(is_plain_name(file), f"its shard {shorten(file)} is elsewhere")
         require(file in sizes, f"its shard {file} is not in the manifest")
-    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, Stored] = {}
-    for name, stored in tensors.items():
-        state[name] = _tensor(name, stored, files, sizes, storage)
-    for name, place in values.items():
-        require(name not in state, f"{shorten(name)} is there twice")
-        state[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = Stored(*_place(name, place, files, sizes))
+    storage: dict[MetadataIndex, StoredChunk] = {}
+    state: dict[str, Any] = {name: _tensor(name, stored, files, sizes, storage) for name, stored in tensors.items()}
     _check_disjoint(storage)
     return Metadata(state, storage_data=storage)
 
 
 def _tensor(
-    name: str, stored: Any, files: list[str], sizes: dict[str, int], storage: dict[MetadataIndex, Stored]
+    name: str, stored: Any, files: list[str], sizes: dict[str, int], storage: dict[MetadataIndex, StoredChunk]
 ) -> TensorStorageMetadata:
     """A tensor of the content. Adds its chunks to `storage`."""
     what = shorten(name)
@@ -163,11 +154,11 @@ def _place(name: str, value: Any, files: list[str], sizes: dict[str, int]) -> tu
     return file, begin, length
 
 
-def _check_disjoint(storage: dict[MetadataIndex, Stored]) -> None:
-    """Refused if two items overlap: a small file could become many large tensors."""
+def _check_disjoint(storage: dict[MetadataIndex, StoredChunk]) -> None:
+    """Refused if two chunks overlap: a small file could become many large tensors."""
     places = sorted((place.file, place.begin, place.length) for place in storage.values())
     for (file, begin, length), (next_file, next_begin, _) in zip(places, places[1:], strict=False):
-        require(file != next_file or begin + length <= next_begin, f"two of its values share bytes of {file}")
+        require(file != next_file or begin + length <= next_begin, f"two of its tensors share bytes of {file}")
 
 
 def is_size(value: Any) -> bool:

@@ -1,119 +1,65 @@
 """Read checkpoints without running code from them, and in no more memory than their files take.
 
-torch.distributed.checkpoint unpickles its metadata, and reads shards with `torch.load`. Here the metadata are JSON
-(checkpoint_metadata), and a shard's items are read by a parser of the part of torch.save's format that checkpoints
-use: an uncompressed zip archive with an inert pickle and the bytes of a tensor. Only regular files that the manifest
-lists are opened.
+torch.distributed.checkpoint unpickles its metadata and the items of its shards. Here the metadata are JSON
+(checkpoint_metadata), and a shard has the plain bytes of tensors. Only regular files that the manifest lists are
+opened.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
-import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from common.cli import UserError, one_line
-from common.files.safe_files import file_size, open_regular, read_limited, shorten
+from common.files.safe_files import file_size, open_regular, read_limited
 from common.hooks import extra
-from common.training.checkpoint_files import Corrupt, read_manifest
-from common.training.checkpoint_metadata import (
-    DTYPES,
-    LARGEST,
-    METADATA,
-    MOST_DIMENSIONS,
-    OLD_METADATA,
-    Refused,
-    Stored,
-    StoredChunk,
-    decode,
-    is_size,
-)
-from common.training.inert_pickle import Call, Name, Persistent, loads
+from common.training.checkpoint_files import FORMAT_VERSION, Corrupt, read_manifest
+from common.training.checkpoint_metadata import METADATA, SHARD_ENDING, Refused, StoredChunk, bytes_of, decode
 
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-}
-_TENSOR_NAMES = {
-    *(("torch._utils", f"_rebuild_tensor_v{version}") for version in (2, 3)),
-    *(("torch", name) for name in (*_STORAGES, *DTYPES)),
-    *(("torch.storage", "UntypedStorage"), ("collections", "OrderedDict")),
-}
-_LARGEST_PICKLE = 16 << 20  # bytes of one item's pickle: a value, or the description of a tensor
+LARGEST = 256 << 20  # bytes of metadata; a tensor takes more in its shard
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint directory, with our Planner only. UserError for invalid metadata.
+    """Reads a checkpoint directory. UserError for invalid metadata.
 
-    sizes: {file: bytes} of a checkpoint of another program, which has no manifest.
+    sizes: {file: bytes}, as the manifest has them; index: the file with the metadata.
     """
 
-    def __init__(self, path: Path, sizes: dict[str, int] | None = None):
+    def __init__(self, path: Path, sizes: dict[str, int], index: str = METADATA):
         super().__init__(path)
-        if sizes is None:
-            try:
-                _, files = read_manifest(path)
-            except Corrupt as error:
-                raise UserError(f"{path}: {error}") from error
-            sizes = {name: size for name, (size, _) in files.items()}
-        self.sizes = sizes
-        self.metadata = self._decoded(path / (METADATA if METADATA in sizes else OLD_METADATA))
-
-    def _decoded(self, path: Path) -> Metadata:
+        self.sizes, self.index = sizes, index
         try:
-            if path.name not in self.sizes:
+            if index not in sizes:
                 raise Refused("not in the manifest")
-            shards = sum(size for name, size in self.sizes.items() if name.endswith(".distcp"))
-            data = read_limited(path, min(LARGEST, shards))
-            if path.name == METADATA:
-                return decode(json.loads(data), self.sizes)
-            return decode(extra().pickled_metadata(data), self.sizes)
+            shards = sum(size for name, size in sizes.items() if name.endswith(SHARD_ENDING))
+            self.metadata = self.decode(read_limited(path / index, min(LARGEST, shards)))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: refused: {one_line(error)}") from error
+            raise UserError(f"{path / index}: refused: {one_line(error)}") from error
+
+    def decode(self, data: bytes) -> Metadata:
+        """The metadata in the content of the index."""
+        return decode(json.loads(data), self.sizes)
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        assert isinstance(planner, Planner), "torch's own would unpickle values"
         items: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             items.setdefault(self.storage_data[item.storage_index].file, []).append(item)
         for name, of_file in items.items():
             with self.open_shard(name) as file:
                 for item in of_file:
-                    stored, fqn = self.storage_data[item.storage_index], item.storage_index.fqn
-                    if item.type == LoadItemType.BYTE_IO:
-                        planner.load_value(item, _read(file, stored, fqn))
-                        continue
-                    tensor = _read(file, stored, fqn)
+                    tensor = self.read_chunk(file, item.storage_index.fqn, self.storage_data[item.storage_index])
                     for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                         tensor = tensor.narrow(dimension, offset, length)
                     target = planner.resolve_tensor(item).detach()
@@ -131,214 +77,22 @@ class Reader(dcp.FileSystemReader):
             raise Refused(f"{name} has changed: {size:,} bytes, {self.sizes[name]:,} written")
         return file
 
-
-def _read(file: io.BufferedReader, stored: Stored, name: str) -> Any:
-    """Read a tensor's chunk or another value from a shard. Refused if it disagrees with the metadata."""
-    try:
-        archive = _Archive(file, stored.begin, stored.length)
-        return archive.tensor(stored) if isinstance(stored, StoredChunk) else archive.value()
-    except Refused as error:
-        raise Refused(f"{stored.file}: {name}: {one_line(error)}") from error
-
-
-class Planner(dcp.DefaultLoadPlanner):
-    """torch's planner, which loads tensors only into tensors and values only into values of the same type."""
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None  # torch gave it to set_up_planner
-        for name, value in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata.get(name)
-            if stored is not None and isinstance(value, Tensor) == isinstance(stored, BytesStorageMetadata):
-                raise Refused(f"{name} is {'no' if isinstance(value, Tensor) else 'a'} tensor there")
-        return super().create_local_plan()
-
-    def load_value(self, item: ReadItem, value: Any) -> None:
-        current = self.state_dict[item.dest_index.fqn]
-        if _kind(value) != _kind(current) and None not in (value, current):
-            raise Refused(f"it is a {type(value).__name__}, expected {type(current).__name__}")
-        buffer = io.BytesIO()  # torch's planner will unpickle this, our own, archive
-        torch.save(value, buffer)
-        buffer.seek(0)
-        self.load_bytes(item, buffer)
-
-
-def _kind(value: Any) -> type:
-    return float if isinstance(value, int | float) else tuple if isinstance(value, list) else type(value)
-
-
-class _FileSlice(io.RawIOBase):
-    """A byte range of a file, as a file."""
-
-    def __init__(self, file: io.BufferedReader, begin: int, length: int):
-        self.file, self.begin, self.length, self.at = file, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        if at < 0:
-            raise zipfile.BadZipFile("damaged archive")
-        self.at = at
-        return at
-
-    def readinto(self, buffer) -> int:
-        count = max(0, min(len(buffer), self.length - self.at))
-        self.file.seek(self.begin + self.at)
-        count = self.file.readinto(memoryview(buffer)[:count])
-        self.at += count
-        return count
-
-
-class _Archive:
-    """An archive of torch.save: `<name>/data.pkl`, and `<name>/data/<key>` with the bytes of a storage."""
-
-    def __init__(self, file: io.BufferedReader, begin: int, length: int):
-        self.file = _FileSlice(file, begin, length)
-        self.storages: dict[str, Tensor] = {}  # read so far, as bytes: tied weights share one
-        try:
-            with zipfile.ZipFile(self.file) as archive:
-                self.entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        except Exception as error:  # a damaged archive raises many kinds
-            raise Refused(f"damaged archive ({type(error).__name__})") from error
-
-    def value(self) -> Any:
-        """A value of numbers, strings, lists, tuples and dicts."""
-        return loads(self._small("data.pkl"))
-
-    def tensor(self, stored: StoredChunk) -> Tensor:
-        """A tensor. Refused unless it has the dtype and sizes of the metadata."""
-        call = loads(self._small("data.pkl"), _TENSOR_NAMES)
-        described = _described(call)
-        if (described.dtype, described.sizes) != (stored.dtype, stored.sizes):
-            raise Refused("it is another tensor than the metadata say")
-        return self._read(described)
-
-    def tensors(self, key: str, without: Callable[[str], bool]) -> dict[str, Tensor]:
-        """See `read_saved`."""
-        content = loads(self._small("data.pkl"), _TENSOR_NAMES)
-        of_key = content.get(key) if isinstance(content, dict) else None
-        of_key = of_key.items if isinstance(of_key, Call) else of_key
-        if not isinstance(of_key, dict):
-            raise Refused(f"it holds no {key}")
-        wanted = {name: value for name, value in of_key.items() if isinstance(name, str) and not without(name)}
-        return {name: self._read(_described(value)) for name, value in wanted.items()}
-
-    def _read(self, described: _Described) -> Tensor:
-        begin, size = self._place(f"data/{described.key}")
-        if size % described.dtype.itemsize:
-            raise Refused("it has half a number")
-        of_dimensions = zip(described.sizes, described.strides, strict=True)
-        reach = sum((n - 1) * stride for n, stride in of_dimensions) + described.offset + 1
-        if 0 not in described.sizes and max(reach, math.prod(described.sizes)) * described.dtype.itemsize > size:
-            raise Refused("it is larger than its bytes")
-        data = self.storages.get(described.key)
-        if data is None:
-            if (taken := sum(map(len, self.storages.values())) + size) > self.file.length:
-                raise Refused(f"its tensors have {taken:,} bytes, its file {self.file.length:,}")
-            data = self.storages[described.key] = torch.empty(size, dtype=torch.uint8)
-            self.file.seek(begin)
-            if size and self.file.readinto(data.numpy()) != size:
-                raise Refused("it is cut short")
-        return data.view(described.dtype).as_strided(described.sizes, described.strides, described.offset)
-
-    def _small(self, name: str) -> bytes:
-        begin, size = self._place(name)
-        if size > _LARGEST_PICKLE:
-            raise Refused(f"its {name} is larger than {_LARGEST_PICKLE:,} bytes")
-        self.file.seek(begin)
-        return self.file.read(size)
-
-    def _place(self, name: str) -> tuple[int, int]:
-        """(begin, size) of an entry's bytes. Refused if it is missing or compressed."""
-        entry = self.entries.get(name)
-        if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-            raise Refused(f"it has no {name} that is stored as it is")
-        self.file.seek(entry.header_offset)
-        header = self.file.read(30)
-        if len(header) < 30 or header[:4] != b"PK\x03\x04":
-            raise Refused("damaged archive")
-        begin = entry.header_offset + 30 + int.from_bytes(header[26:28], "little")
-        begin += int.from_bytes(header[28:30], "little")
-        if begin + entry.file_size > self.file.length:
-            raise Refused("damaged archive")
-        return begin, entry.file_size
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A tensor as its pickle describes it."""
-
-    dtype: torch.dtype
-    key: str  # of its storage
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _described(call: Any) -> _Described:
-    """What a call of _rebuild_tensor would make. Refused for anything else."""
-    if not (isinstance(call, Call) and call.of.name.startswith("_rebuild_tensor") and len(call.arguments) >= 6):
-        raise Refused("it is no tensor")
-    storage, offset, sizes, strides = call.arguments[:4]
-    dtype, key = _storage(storage, call.arguments)
-    if dtype not in DTYPES:
-        raise Refused(f"it has the dtype {shorten(dtype)}")
-    if not (isinstance(sizes, tuple) and len(sizes) <= MOST_DIMENSIONS and all(map(is_size, sizes))):
-        raise Refused("it has sizes that are none")
-    valid = isinstance(strides, tuple) and all(type(n) is int and 0 <= n < 1 << 53 for n in (*strides, offset))
-    if not valid or len(strides) != len(sizes):
-        raise Refused("it has strides that are none")
-    return _Described(DTYPES[dtype], key, offset, sizes, strides)
-
-
-def _storage(storage: Any, arguments: tuple) -> tuple[str, str]:
-    """(dtype, key) of a tensor's storage; the dtype is empty if it is unknown."""
-    reference = storage.reference if isinstance(storage, Persistent) else ()
-    if len(reference) != 5 or not isinstance(reference[1], Name) or not isinstance(reference[2], str):
-        raise Refused("it has a storage that is none")
-    dtype = _STORAGES.get(reference[1].name, "")
-    if not dtype and len(arguments) > 6 and isinstance(arguments[6], Name):
-        dtype = arguments[6].name  # a dtype without a storage class of its own
-    return dtype, reference[2]
-
-
-def read_saved(file: io.BufferedReader, key: str, without: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of `{key: {name: tensor}}` in a file of torch.save, but those `without` names.
-
-    Refused if the file holds anything else under a name, or what no checkpoint holds. They take no more memory than
-    the file has bytes.
-    """
-    return _Archive(file, 0, file_size(file)).tensors(key, without)
-
-
-class StoredTensors:
-    """Reads the tensors of a checkpoint one at a time, in one process, whatever ranks wrote them.
-
-    sizes: see Reader.
-    """
-
-    def __init__(self, path: Path, sizes: dict[str, int] | None = None):
-        self._reader = Reader(path, sizes)
-        stored = self._reader.metadata.state_dict_metadata
-        self._tensors = {name: value for name, value in stored.items() if isinstance(value, TensorStorageMetadata)}
-        self.shapes = {name: value.size for name, value in self._tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        """The tensor `name`, in the dtype it was stored in. UserError if it disagrees with the metadata."""
-        stored = self._tensors[name]
-        tensor = torch.zeros(stored.size, dtype=stored.properties.dtype)  # zeros: chunks that overlap may leave gaps
-        for chunk in stored.chunks:
-            where = self._reader.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            target = tensor
-            for dimension, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                target = target.narrow(dimension, offset, length)
-            try:
-                with self._reader.open_shard(where.file) as file:
-                    target.copy_(_read(file, where, name))
-            except Refused as error:
-                raise UserError(f"{self._reader.path}: refused: {error}") from error
+    def read_chunk(self, file: io.BufferedReader, name: str, stored: StoredChunk) -> Tensor:
+        """A chunk of the tensor `name` from its shard. Refused if it disagrees with the metadata."""
+        tensor = torch.empty(stored.sizes, dtype=stored.dtype)
+        if tensor.nbytes != stored.length:
+            raise Refused(f"{stored.file}: {name}: it has {tensor.nbytes:,} bytes, stored are {stored.length:,}")
+        file.seek(stored.begin)
+        if file.readinto(bytes_of(tensor)) != stored.length:
+            raise Refused(f"{stored.file}: {name}: it is cut short")
         return tensor
+
+
+def open_checkpoint(path: Path) -> Reader:
+    """The reader of a checkpoint of any format. UserError if there is none, or it has invalid metadata."""
+    try:
+        manifest = read_manifest(path)
+    except Corrupt as error:
+        raise UserError(f"{path}: {error}") from error
+    sizes = {name: size for name, (size, _) in manifest.files.items()}
+    return Reader(path, sizes) if manifest.version == FORMAT_VERSION else extra().earlier_checkpoint(path, sizes)

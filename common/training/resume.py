@@ -85,7 +85,7 @@ def plan_resume(flags: CheckpointFlags, trains: bool, restarted: bool, world: Wo
     if checkpoint is None:
         return ResumePlan(restarted=restarted)
     with world.raise_together():
-        model, _ = read_manifest(checkpoint)
+        model = read_manifest(checkpoint).model
         state = read_state(checkpoint)
     return ResumePlan(checkpoint, model, state, restarted)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from common.files.safe_files import is_plain_name, shorten
 from common.training.checkpoint_metadata import DTYPES, MOST_DIMENSIONS, Refused, is_size, require
-from common.training.inert_pickle import Call, Name, loads
+from extras.inert_pickle import Call, Name, loads
 
 _DCP = "torch.distributed.checkpoint"
 _NAMES = {

@@ -1,7 +1,7 @@
 """Weights of the recipe's training checkpoints, `<ckpt_dir>/train_{ddp,fsdp2,mfsdp}/step_N` (--model_name_or_path).
 
 `train_ddp.py` there saves one `checkpoint.pt` (torch.save), the others torch.distributed.checkpoint's directory. Both
-are pickled; they are read as data (common.training.checkpoint_reader). Optimiser and scheduler are not read.
+are pickled; they are read as data (extras.checkpoint_format_1). Optimiser and scheduler are not read.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def read(directory: Path) -> dict[str, Tensor]:
 
     UserError if they cannot be read, or if something in the files is no part of a checkpoint.
     """
-    from common.training.checkpoint_reader import StoredTensors, read_saved
+    from extras.checkpoint_format_1 import EarlierReader, read_saved
+    from extras.stored_tensors import StoredTensors
 
     first, *shards = weight_files(directory)
     try:
         if shards:
-            stored = StoredTensors(directory, {path.name: path.stat().st_size for path in (first, *shards)})
+            sizes = {path.name: path.stat().st_size for path in (first, *shards)}
+            stored = StoredTensors(EarlierReader(directory, sizes))
             prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in stored.shapes)), PREFIXES[0])
             names = [name for name in stored.shapes if name.startswith(prefix) and not _is_state(name)]
             return {_unwrapped(name.removeprefix(prefix)): stored.read(name) for name in names}

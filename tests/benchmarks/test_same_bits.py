@@ -8,6 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.same_bits import STEPS, checkpoint, difference, figures
+from common.training.checkpoint_writer import Writer
+from tests.training.format_1 import to_format_1
+from tests.training.hostile import vouch
 
 LAYER = torch.tensor([1.0, 2.0])
 
@@ -39,14 +42,16 @@ def test_difference_names_a_figure_that_is_gone_and_no_new_one(tmp_path):
     assert difference(figures(one), figures(more)) == ""
 
 
-def test_checkpoint_shows_a_bit_of_a_tensor_and_a_setting_of_the_optimizer(tmp_path):
-    changed = torch.nextafter(LAYER, LAYER + 1)
-    states = {"one": (LAYER, 0.1), "same": (LAYER, 0.1), "weight": (changed, 0.1), "lr": (LAYER, 0.2)}
-    found = {}
-    for name, (weight, lr) in states.items():
-        state = {"model": {"weight": weight}, "optimizer": {"lr": lr}}
-        dcp.save(state, checkpoint_id=tmp_path / name / f"checkpoint-{STEPS}", no_dist=True)
+def test_checkpoint_shows_a_bit_of_a_tensor_whatever_the_format(tmp_path):
+    changed, found = torch.nextafter(LAYER, LAYER + 1), {}
+    for name, weight in {"one": LAYER, "same": LAYER, "earlier": LAYER, "weight": changed}.items():
+        directory = tmp_path / name / f"checkpoint-{STEPS}"
+        dcp.save({"model": {"weight": weight}}, storage_writer=Writer(directory), no_dist=True)
+        manifest = {"format_version": 2, "model": {}, "files": {}}
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+        vouch(directory)
+        if name == "earlier":
+            to_format_1(directory)
         found[name] = checkpoint(tmp_path / name)
-    assert difference(found["one"], found["same"]) == ""
+    assert difference(found["one"], found["same"]) == difference(found["earlier"], found["one"]) == ""
     assert difference(found["one"], found["weight"]).startswith("model.weight: torch.float32 [2] sha256 ")
-    assert difference(found["one"], found["lr"]) == "optimizer.lr: 0.1 / 0.2"

@@ -22,7 +22,7 @@ DAMAGES = {
     "no manifest": lambda c: (c / "manifest.json").unlink(),
     "half a manifest": lambda c: os.truncate(c / "manifest.json", 100),
     "another manifest": lambda c: (c / "manifest.json").write_text("[1]"),
-    "no metadata": lambda c: (c / ".metadata").unlink(),
+    "no metadata": lambda c: (c / "metadata.json").unlink(),
     "no state": lambda c: (c / "trainer_state.json").unlink(),
     "nothing": lambda c: [path.unlink() for path in c.iterdir()],
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.training.format_1 import to_format_1
 from tests.training_fixtures import train
 
 
@@ -22,4 +24,12 @@ def short_run(dataset, tmp_path_factory) -> Path:
     """The output directory of a run of two steps, with a checkpoint and without final_model."""
     out = tmp_path_factory.mktemp("short") / "out"
     train(dataset, out, max_steps=2, save_final_model=False)
+    return out
+
+
+@pytest.fixture(scope="session")
+def earlier_run(short_run, tmp_path_factory) -> Path:
+    """The same with its checkpoint in format 1, as before 0.5."""
+    out = Path(shutil.copytree(short_run, tmp_path_factory.mktemp("earlier") / "out"))
+    to_format_1(out / "checkpoint-2")
     return out

@@ -1,7 +1,8 @@
 """Checkpoints as somebody with bad intentions would make them: each a small change of a good one.
 
 A change gets a copy of a good checkpoint. Where it is `vouched`, the manifest is written anew afterwards, as the
-attacker would. `OLD` ones have no metadata.json: their `.metadata` are read.
+attacker would. `earlier` ones are changes of a checkpoint in format 1; of those, `old` ones have no metadata.json:
+their `.metadata` are read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from common.files.safe_files import size_and_crc
-from tests.training.hostile_items import ITEMS, VALUES
+from tests.training.hostile_items import ITEMS, VALUE_THAT_RUNS
 from tests.training.hostile_pickles import NO_PART, PICKLES, Evil
 
 CANARY = "canary"  # beside the checkpoint: no change may read, write or remove it
@@ -27,12 +28,13 @@ SHARD = "__0_0.distcp"
 
 @dataclass(frozen=True)
 class Case:
-    """change: of the checkpoint's directory; reason: what the error line says."""
+    """change: of the checkpoint's directory; reason: what the error line says; earlier: it is in format 1."""
 
     name: str
     change: Callable[[Path], Any]
     reason: str
     vouched: bool = True
+    earlier: bool = False
 
     def __call__(self, checkpoint: Path) -> None:
         self.change(checkpoint)
@@ -161,10 +163,6 @@ def _shared_bytes(content) -> None:
         content["tensors"][f"extras.{n}"] = content["tensors"][WEIGHT]
 
 
-def _value_of_a_weight(content) -> None:
-    content["values"][WEIGHT] = content["tensors"].pop(WEIGHT)["chunks"][0][2:]
-
-
 METADATA = [
     ("file outside", put("files", value=["../canary"]), "its shard '../canary' is elsewhere"),
     ("file at a path", put("files", value=["/dev/zero"]), "its shard '/dev/zero' is elsewhere"),
@@ -173,7 +171,8 @@ METADATA = [
     ("file that is a list", put("files", value=[[]]), r"its shard \[\] is elsewhere"),
     ("file not in the manifest", put("files", value=["__9_0.distcp"]), "__9_0.distcp is not in the manifest"),
     ("files that are a number", put("files", value=3), "it is no metadata"),
-    ("no values", lambda content: content.__delitem__("values"), "it is no metadata"),
+    ("no tensors", lambda content: content.__delitem__("tensors"), "it is no metadata"),
+    ("values, as in format 1", put("values", value={}), "it is no metadata"),
     ("a key more", put("code", value="x"), "it is no metadata"),
     ("a list", lambda content: [content], "it is no metadata"),
     ("file out of range", _chunk(2, 7), "is stored at"),
@@ -196,12 +195,19 @@ METADATA = [
     ("chunk twice", _chunks(lambda chunks: chunks * 2), "a chunk twice"),
     ("nine dimensions", put("tensors", WEIGHT, "shape", value=[1] * 9), "has the sizes"),
     ("bytes shared", _shared_bytes, "share bytes of"),
-    ("another dtype", put("tensors", WEIGHT, "dtype", value="float16"), "another tensor than the metadata say"),
+    ("length of half the tensor", _chunk(4, 4096), "larger than its bytes in the shard"),
+    ("another dtype", put("tensors", WEIGHT, "dtype", value="float16"), "it has 4,096 bytes, stored are 8,192"),
     ("dtype of code", put("tensors", WEIGHT, "dtype", value="load"), "has the dtype 'load'"),
     ("dtype that is a list", put("tensors", WEIGHT, "dtype", value=[]), "has the dtype"),
     ("tensor that is a number", put("tensors", WEIGHT, value=3), "is no tensor"),
-    ("value that is a text", put("values", LR, value="x"), "is stored at"),
-    ("value that is a tensor, too", put("values", WEIGHT, value=[0, 0, 1]), "is there twice"),
+]
+EARLIER_METADATA = [
+    ("no values", lambda content: content.__delitem__("values"), "it is no metadata"),
+    ("values that are a list", put("values", value=[]), "it is no metadata"),
+    ("value that is a text", put("values", LR, value="x"), ""),  # values are not read
+    ("another dtype", put("tensors", WEIGHT, "dtype", value="float16"), "another tensor than the metadata say"),
+    ("a shape of 128 TB", _huge, "larger than its bytes in the shard"),
+    ("bytes shared", _shared_bytes, "share bytes of"),
     (
         "weight that is a value",
         lambda c: c["values"].update({WEIGHT: c["tensors"].pop(WEIGHT)["chunks"][0][2:]}),
@@ -211,13 +217,13 @@ METADATA = [
 METADATA_FILES = [
     ("deep", 100_000 * b"[", "refused"),
     ("a number of 5,000 digits", b'{"files": ' + 5000 * b"9" + b"}", "refused"),
-    ("not a number", b'{"files": [], "tensors": NaN, "values": {}}', "it is no metadata"),
+    ("not a number", b'{"files": [], "tensors": NaN}', "it is no metadata"),
     ("not text", b"\xff\xfe\xfd", "refused"),
     ("larger than the shards", 3_000_000 * b" ", "is larger than"),
 ]
 
 
-# ---- what is in the shards ------------------------------------------------------------------------------------------
+# ---- what is in the shards of format 1 ------------------------------------------------------------------------------
 
 
 def item(content: bytes, name: str = WEIGHT) -> Callable[[Path], None]:
@@ -284,6 +290,13 @@ MANIFESTS = [
     ("model of a list", edited("manifest.json", put("model", value=[])), UNREADABLE),
     ("model type of a list", edited("manifest.json", put("model", "model_type", value=[])), ""),  # config.json decides
     ("format of a list", edited("manifest.json", put("format_version", value=[])), r"format \[\]"),
+    ("format that is true", edited("manifest.json", put("format_version", value=True)), "format True"),
+    (
+        "format to come",
+        edited("manifest.json", put("format_version", value=3)),
+        "format 3, this program reads 2 and ear",
+    ),
+    ("format 1, which it is not", edited("manifest.json", put("format_version", value=1)), "it is no metadata"),
     ("a list", edited("manifest.json", lambda content: [content]), UNREADABLE),
     ("deep", written("manifest.json", 100_000 * b"["), UNREADABLE),
     ("a number of 5,000 digits", written("manifest.json", b'{"step": ' + 5000 * b"9" + b"}"), UNREADABLE),
@@ -296,7 +309,7 @@ MANIFESTS = [
     ("a directory as shard", replaced(SHARD, os.mkdir), "__0_0.distcp is missing or unreadable"),
     ("a link to the outside", _linked_and_vouched("config.json", "../canary"), "config.json is missing or unreadable"),
     ("a link to the inside", _linked_and_vouched("config.json", SHARD), "config.json is missing or unreadable"),
-    ("metadata that are not listed", _unlisted("metadata.json"), ""),  # the old ones are read, and are good
+    ("metadata that are not listed", _unlisted("metadata.json"), "metadata.json: refused: not in the manifest"),
     ("shard that is not listed", _unlisted(SHARD), "is larger than 0 bytes|not in the manifest"),
     ("state that is not listed", _unlisted("trainer_state.json"), "not in the manifest"),
     ("configuration that is not listed", _unlisted("config.json"), "without config.json"),
@@ -366,15 +379,29 @@ CONFIGS = [
 ]
 
 CASES = [
-    *(Case(f"pickle: {name}", old(content), reason) for name, content, reason in PICKLES),
-    *(Case(f"old metadata: {name}", old(change), reason) for name, change, reason in METADATA_OBJECTS),
+    *(Case(f"pickle: {name}", old(content), reason, earlier=True) for name, content, reason in PICKLES),
+    *(Case(f"old metadata: {name}", old(change), reason, earlier=True) for name, change, reason in METADATA_OBJECTS),
+    *(
+        Case(f"earlier metadata: {name}", edited("metadata.json", edit), reason, earlier=True)
+        for name, edit, reason in EARLIER_METADATA
+    ),
+    *(Case(f"item: {name}", item(content), reason, earlier=True) for name, content, reason in ITEMS),
+    # A value is not read.
+    Case("value: one that runs", item(VALUE_THAT_RUNS, LR), "", earlier=True),
+    Case("value: nothing", item(b"", LR), "", earlier=True),
+    # The old metadata are read, and are good.
+    Case("earlier: metadata that are not listed", _unlisted("metadata.json"), "", vouched=False, earlier=True),
+    Case(
+        "earlier: format 2, which it is not",
+        edited("manifest.json", put("format_version", value=2)),
+        "it is no metadata",
+        earlier=True,
+    ),
     *(Case(f"metadata: {name}", edited("metadata.json", edit), reason) for name, edit, reason in METADATA),
     *(
         Case(f"metadata: {name}", written("metadata.json", content), reason)
         for name, content, reason in METADATA_FILES
     ),
-    *(Case(f"item: {name}", item(content), reason) for name, content, reason in ITEMS),
-    *(Case(f"value: {name}", item(content, LR), reason) for name, content, reason in VALUES),
     *(Case(f"manifest: {name}", change, reason, vouched=False) for name, change, reason in MANIFESTS),
     *(Case(f"state: {name}", change, reason) for name, change, reason in STATES),
     *(Case(f"config: {name}", change, reason) for name, change, reason in CONFIGS),

@@ -104,7 +104,7 @@ def test_save_fails_if_nodes_share_no_output_directory(dataset, tmp_path, script
 
 
 def test_see_all_waits_for_a_slow_file_server(tmp_path):
-    written = {"__0_0.distcp": [3, 0], "__1_0.distcp": [4, 0], ".metadata": [2, 0]}
+    written = {"__0_0.distcp": [3, 0], "__1_0.distcp": [4, 0], "metadata.json": [2, 0]}
     for name, (size, _) in written.items():
         (tmp_path / name).write_bytes(bytes(size))
     checkpoint_files.wait_for_shards(tmp_path, written)
@@ -125,13 +125,6 @@ def test_see_all_waits_for_a_slow_file_server(tmp_path):
 # ---- what a resumed run logs ---------------------------------------------------------------------------------
 
 
-def groups(out: Path, step: int, scratch: Path) -> list[tuple]:
-    """(weight decay, betas, epsilon) of the optimiser's two groups."""
-    state = outcome(out, step, scratch)
-    names = ("weight_decay", "betas/0", "betas/1", "eps")
-    return [tuple(state[f"optimizer/param_groups/{n}/{name}"] for name in names) for n in (0, 1)]
-
-
 @pytest.mark.parametrize(
     ("nproc", "script"), [(1, "train_ddp.py"), pytest.param(2, "train_fsdp2.py", marks=pytest.mark.slow)]
 )
@@ -140,10 +133,8 @@ def test_optimizer_flags_take_effect_on_resume(dataset, tmp_path, nproc, script)
     usual = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
     changed = {"weight_decay": 100.0, "adam_beta1": 0.7, "adam_beta2": 0.95, "adam_epsilon": 1e-4}
     train(dataset, out, nproc, script=script, **FLAGS, **usual, stop_at_step=3)
-    assert groups(out, 3, tmp_path) == [(0.1, 0.8, 0.9, 1e-6), (0.0, 0.8, 0.9, 1e-6)]
     before = outcome(out, 3, tmp_path)
     train(dataset, out, nproc, script=script, **FLAGS, **changed, stop_at_step=4)
-    assert groups(out, 4, tmp_path) == [(100.0, 0.7, 0.95, 1e-4), (0.0, 0.7, 0.95, 1e-4)]
     after = outcome(out, 4, tmp_path)
     # AdamW by hand: m and v hold the step's gradient, so that only the hyperparameters are to be told.
     names = [name.removeprefix("model/") for name in after if name.startswith("model/")]

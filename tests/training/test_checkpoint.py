@@ -45,10 +45,10 @@ def test_checkpoint_holds_canonical_names_and_manifest(finished, dataset, tmp_pa
     directory = finished / "checkpoint-4"
     manifest = json.loads((directory / "manifest.json").read_text())
     assert manifest.keys() == {"format_version", "step", "model", "files"}
-    assert (manifest["format_version"], manifest["step"]) == (1, 4)
+    assert (manifest["format_version"], manifest["step"]) == (2, 4)
     assert manifest["model"]["hidden_size"] == 32
     files = {path.name for path in directory.iterdir()} - {"manifest.json"}
-    expected = {".metadata", "metadata.json", "__0_0.distcp", "trainer_state.json", "config.json"}
+    expected = {"metadata.json", "__0_0.distcp", "trainer_state.json", "config.json"}
     assert files == expected == manifest["files"].keys()
     for name, recorded in manifest["files"].items():
         assert recorded == size_and_crc(directory / name)
@@ -180,7 +180,7 @@ def _choose_and_count(out: Path, model: dict) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("damaged", [None, "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damaged", [None, "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "metadata.json"])
 def test_checkpoint_ranks_verify_shares_and_agree(of_three, tmp_path, damaged):
     out = Path(shutil.copytree(of_three, tmp_path / "out"))
     manifest = json.loads((out / "checkpoint-6/manifest.json").read_text())

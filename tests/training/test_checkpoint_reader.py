@@ -1,126 +1,73 @@
-"""Checkpoints as they are read: by JSON or, of earlier versions, by pickle, and as torch itself reads them."""
+"""The files of a checkpoint: what other programs read in them, and what this one reads."""
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
-import shutil
-import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 
 from common.cli import UserError
-from common.training.checkpoint_metadata import Refused, decode, encode
-from common.training.checkpoint_reader import Reader, StoredTensors
-from common.training.inert_pickle import Call, Name, loads
-from extras.interop.pickled_metadata import content_of_pickle
+from common.training.checkpoint_reader import Reader, open_checkpoint
+from common.training.checkpoint_writer import Writer
+from extras.stored_tensors import StoredTensors
 from tests.training.checkpoint_fixtures import files_of
-from tests.training.hostile import old, vouch
-from tests.training.hostile_pickles import Evil
-from tests.training_fixtures import train
-
-FLAGS = {"max_steps": 4, "save_final_model": False}
+from tests.training_fixtures import checkpoint_state, train
 
 
-@pytest.fixture
-def run(short_run, tmp_path) -> Path:
-    """A copy of its directory."""
-    return Path(shutil.copytree(short_run, tmp_path / "out"))
+@pytest.fixture(scope="module")
+def of_two(dataset, tmp_path_factory):
+    """A checkpoint of two ranks, which have half of each weight."""
+    out = tmp_path_factory.mktemp("of_two") / "out"
+    train(dataset, out, 2, script="train_fsdp2.py", max_steps=1, save_final_model=False)
+    return out / "checkpoint-1"
 
 
-def test_metadata_json_equals_pickle(short_run):
-    checkpoint = short_run / "checkpoint-2"
-    theirs = pickle.loads((checkpoint / ".metadata").read_bytes())
-    content = json.loads((checkpoint / "metadata.json").read_text())
-    assert content == encode(theirs)
-    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    ours, of_pickle = (
-        decode(each, sizes) for each in (content, content_of_pickle((checkpoint / ".metadata").read_bytes()))
-    )
-    assert ours.state_dict_metadata == of_pickle.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == of_pickle.storage_data
-    assert ours.storage_data.keys() == theirs.storage_data.keys()
-    assert len(ours.state_dict_metadata) > 50
+def test_shards_are_safetensors_of_each_rank(of_two):
+    stored, rows = StoredTensors(open_checkpoint(of_two)), {}
+    for rank in (0, 1):
+        with safe_open(of_two / f"__{rank}_0.distcp", "pt") as shard:
+            parts = json.loads(shard.metadata()["DCP_SHARDING_INFO"])
+            for name in shard.keys():  # noqa: SIM118  (it is no dict)
+                part, (first, *_) = shard.get_tensor(name), [*parts[name]["saved_offsets"], 0]
+                whole = stored.read(name)
+                assert torch.equal(whole[first : first + len(part)] if whole.dim() else whole, part)
+                rows[name] = rows.get(name, 0) + (len(part) if whole.dim() else 1)
+    assert rows == {name: shape[0] if shape else 1 for name, shape in stored.shapes.items()}
+    assert len(rows) > 50
 
 
-def test_stored_tensors_equal_torch_load(short_run):
-    stored = StoredTensors(short_run / "checkpoint-2")
-    theirs = {name: torch.empty(shape) for name, shape in stored.shapes.items()}
-    dcp.load(theirs, checkpoint_id=str(short_run / "checkpoint-2"), no_dist=True)
-    for name, tensor in theirs.items():
-        assert torch.equal(stored.read(name), tensor)
-    assert len(theirs) > 50
+def test_stored_tensors_equal_torch_reader(of_two, tmp_path):
+    stored, state = StoredTensors(open_checkpoint(of_two)), checkpoint_state(of_two, tmp_path)
+    moments = {f"{name}.{key}": t for name, of in state["optimizer"]["state"].items() for key, t in of.items()}
+    theirs = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    theirs |= {f"optimizer.state.{name}": tensor for name, tensor in moments.items()}
+    assert theirs.keys() == stored.shapes.keys()
+    assert all(torch.equal(stored.read(name), tensor) for name, tensor in theirs.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "float8_e4m3fn"])
-def test_stored_tensors_reads_any_dtype_and_stride(tmp_path, dtype):
+def test_writer_and_reader_keep_any_dtype_and_stride(tmp_path, dtype):
     tensor = torch.arange(24).reshape(4, 6).to(getattr(torch, dtype)).t()
-    dcp.save({"x": tensor, "empty": tensor[:0], "one": tensor[1, 1]}, checkpoint_id=str(tmp_path), no_dist=True)
-    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 1, "model": {}, "files": {}}))
-    vouch(tmp_path)
-    stored = StoredTensors(tmp_path)
-    for name, expected in (("x", tensor), ("empty", tensor[:0]), ("one", tensor[1, 1])):
-        found = stored.read(name)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert torch.equal(found.float(), expected.float())
+    state = {"byte": torch.tensor([7], dtype=torch.uint8), "x": tensor, "empty": tensor[:0], "one": tensor[1, 1]}
+    dcp.save(state, storage_writer=Writer(tmp_path), no_dist=True)
+    stored = StoredTensors(Reader(tmp_path, {path.name: path.stat().st_size for path in tmp_path.iterdir()}))
+    with safe_open(tmp_path / "__0_0.distcp", "pt") as shard:
+        for name, expected in state.items():
+            for found in (stored.read(name), shard.get_tensor(name)):
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+                assert torch.equal(found.float(), expected.float())
 
 
-def test_checkpoint_of_earlier_version_resumes_bit_identically(run, dataset, tmp_path):
-    """One with .metadata alone. An earlier version reads today's, too: the format's number is the same."""
-    earlier = Path(shutil.copytree(run, tmp_path / "earlier"))
-    (earlier / "checkpoint-2" / "metadata.json").unlink()
-    vouch(earlier / "checkpoint-2")
-    assert json.loads((earlier / "checkpoint-2" / "manifest.json").read_text())["format_version"] == 1
-    shards = []
-    for directory in (run, earlier):
-        train(dataset, directory, **FLAGS)
-        shards.append(files_of(directory / "checkpoint-4")["__0_0.distcp"])
-    numbers = [_numbers(shard, Reader(d / "checkpoint-4")) for shard, d in zip(shards, (run, earlier), strict=True)]
-    assert numbers[0] == numbers[1]
+def test_shards_of_the_same_run_are_the_same_bytes(short_run, dataset, tmp_path):
+    train(dataset, tmp_path / "out", max_steps=2, save_final_model=False)
+    one, two = (files_of(out / "checkpoint-2") for out in (short_run, tmp_path / "out"))
+    assert all(one[name] == two[name] for name in ("__0_0.distcp", "metadata.json", "config.json"))
 
 
-def _numbers(shard: bytes, reader: Reader) -> dict:
-    """{tensor or value: its bytes, without the random id that torch.save adds}."""
-    found = {}
-    for index, stored in reader.read_metadata().storage_data.items():
-        with zipfile.ZipFile(io.BytesIO(shard[stored.begin : stored.begin + stored.length])) as archive:
-            names = [name for name in archive.namelist() if "serialization_id" not in name]
-            found[index.fqn] = [archive.read(name) for name in names]
-    return found
-
-
-def test_crafted_checkpoint_ends_run_on_two_ranks(run, dataset, tmp_path):
-    made = tmp_path / "made"
-    old(lambda metadata: setattr(metadata, "planner_data", Evil(str(made))))(run / "checkpoint-2")
-    vouch(run / "checkpoint-2")
-    said = train(dataset, run, 2, expect=2, script="train_fsdp2.py", **FLAGS)
-    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert error.startswith(f"error: {run}/checkpoint-2/.metadata: refused: it names ")
-    assert ".mkdir, which is no part of a checkpoint" in error
-    assert not made.exists()
-
-
-def test_reader_opens_no_file_that_the_manifest_does_not_list(run):
-    manifest = run / "checkpoint-2" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    del content["files"]["metadata.json"], content["files"][".metadata"]
-    manifest.write_text(json.dumps(content))
+def test_reader_opens_no_file_that_the_manifest_does_not_list(short_run):
+    sizes = {path.name: path.stat().st_size for path in (short_run / "checkpoint-2").glob("*.distcp")}
     with pytest.raises(UserError, match="refused: not in the manifest"):
-        Reader(run / "checkpoint-2").read_metadata()
-
-
-def test_inert_pickle_makes_plain_values():
-    value = {"a": [1, -2.5, None, True, ("x", ())], "b": {"c": 1 << 40, 3: []}}
-    for protocol in (2, 3, 4, 5):
-        assert loads(pickle.dumps(value, protocol)) == value
-    names = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-    call = loads(pickle.dumps(Path("/a/b")), names)
-    assert type(call) is Call
-    assert type(call.of) is Name
-    assert call.arguments == ("/", "a", "b") or call.arguments == ("/a/b",)
-    with pytest.raises(Refused, match="it names"):
-        loads(pickle.dumps(Path("/a/b")))
+        Reader(short_run / "checkpoint-2", sizes)

@@ -114,7 +114,7 @@ def test_export_takes_newest_intact_checkpoint(run, tmp_path):
     assert f"{run}/checkpoint-4: skipped: __0_0.distcp is damaged" in done.stderr
     assert f"{run}: its newest whole checkpoint is checkpoint-2" in done.stderr
     assert files_of(tmp_path / "model") == two
-    (run / "checkpoint-2" / ".metadata").unlink()
+    (run / "checkpoint-2" / "metadata.json").unlink()
     assert "none of its checkpoints is whole" in (said := refused(run, tmp_path / "none"))
     assert said.endswith(": there is nothing to export")
     assert not (tmp_path / "none").exists()

@@ -41,7 +41,7 @@ def test_fsdp2_resume_skips_and_names_damaged_checkpoints(dataset, tmp_path):
     for step, reason in (
         (6, "__1_0.distcp is damaged (1000 bytes,"),
         (8, "__1_0.distcp is damaged"),
-        (10, ".metadata is missing"),
+        (10, "metadata.json is missing"),
         (12, "not a checkpoint of this program, or torn: no readable manifest.json"),
         (14, "not a checkpoint of this program, or torn: no readable manifest.json"),
     ):

@@ -6,9 +6,11 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -16,28 +18,31 @@ from common.cli import UserError
 from common.models.esm2.config import load_config
 from common.training import checkpoint_files as files
 from common.training.checkpoint_files import reason_of
-from common.training.checkpoint_reader import Planner, Reader, StoredTensors
+from common.training.checkpoint_reader import open_checkpoint
 from common.training.progress import TrainerState
 from extras.export import choose, export
+from extras.stored_tensors import StoredTensors
 from tests.forked import run_script
 from tests.guarded import guarded
-from tests.training.hostile import CANARY, CASES, LR, SHARD, WEIGHT, Case, vouch
+from tests.training.hostile import CANARY, CASES, SHARD, WEIGHT, Case, vouch
 from tests.training_fixtures import train
 
 BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.fixture
-def checkpoint(short_run, tmp_path) -> Path:
-    """A copy of a good one, to be changed; a canary lies beside it."""
+def copied(short_run, earlier_run, tmp_path) -> Callable[[bool], Path]:
+    """What copies a good one, to be changed (earlier: in format 1); a canary lies beside it."""
     (tmp_path / CANARY).write_text("alive")
-    return Path(shutil.copytree(short_run / "checkpoint-2", tmp_path / "checkpoint-2"))
+    runs = (short_run, earlier_run)
+    return lambda earlier: Path(shutil.copytree(runs[earlier] / "checkpoint-2", tmp_path / "checkpoint-2"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def warm(short_run, tmp_path_factory) -> None:
+def warm(short_run, earlier_run, tmp_path_factory) -> None:
     """What libraries do once in a process is done before anything is looked at."""
-    read_all(short_run / "checkpoint-2", tmp_path_factory.mktemp("warm") / "model")
+    for out in (short_run, earlier_run):
+        read_all(out / "checkpoint-2", tmp_path_factory.mktemp("warm") / "model")
 
 
 def read_all(checkpoint: Path, out: Path | None = None, tensors: bool = True) -> None:
@@ -48,11 +53,11 @@ def read_all(checkpoint: Path, out: Path | None = None, tensors: bool = True) ->
     load_config(str(checkpoint))
     TrainerState.read(files.read_listed(checkpoint, "trainer_state.json"), str(checkpoint))
     if tensors:
-        stored = StoredTensors(checkpoint)
+        stored = StoredTensors(open_checkpoint(checkpoint))
         for name in stored.shapes:
             stored.read(name)
         try:
-            dcp.load({LR: 0.1}, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
+            dcp.load({WEIGHT: torch.zeros(64, 32)}, storage_reader=open_checkpoint(checkpoint), no_dist=True)
         except CheckpointException as error:
             raise UserError(reason_of(error)) from error
 
@@ -72,16 +77,20 @@ def outcome(checkpoint: Path, **how) -> str | None:
     return said
 
 
-def test_intact_checkpoint_is_read(checkpoint):
+@pytest.mark.parametrize("earlier", [False, True])
+def test_intact_checkpoint_is_read(copied, earlier):
+    checkpoint = copied(earlier)
     assert outcome(checkpoint, out=checkpoint.parent / "model") is None
     assert (checkpoint.parent / "model" / "model.safetensors").exists()
-    (checkpoint / "metadata.json").unlink()  # as earlier versions wrote them
-    vouch(checkpoint)
-    assert outcome(checkpoint) is None
+    if earlier:
+        (checkpoint / "metadata.json").unlink()  # as the earliest versions wrote them
+        vouch(checkpoint)
+        assert outcome(checkpoint) is None
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_hostile_checkpoint_is_refused_in_one_line(checkpoint, case: Case):
+def test_hostile_checkpoint_is_refused_in_one_line(copied, case: Case):
+    checkpoint = copied(case.earlier)
     before = {path.name for path in checkpoint.parent.iterdir()}
     case(checkpoint)
     said = outcome(checkpoint, out=checkpoint.parent / "model")
@@ -112,7 +121,8 @@ def mutated(data: bytes, choose: random.Random) -> bytes:
     ("name", "count"),
     [(".metadata", 80), ("metadata.json", 80), ("manifest.json", 40), ("trainer_state.json", 40), ("config.json", 40)],
 )
-def test_mutated_file_is_refused_or_harmless(checkpoint, name, count):
+def test_mutated_file_is_refused_or_harmless(copied, name, count):
+    checkpoint = copied(name == ".metadata")
     if name == ".metadata":
         (checkpoint / "metadata.json").unlink()
     vouch(checkpoint)
@@ -125,8 +135,9 @@ def test_mutated_file_is_refused_or_harmless(checkpoint, name, count):
     assert refused > count // 4
 
 
-def test_mutated_shard_item_is_refused_or_harmless(checkpoint):
-    """What describes a tensor within a shard: the archive's headers and the pickle."""
+def test_mutated_shard_item_is_refused_or_harmless(copied):
+    """What describes a tensor within a shard of format 1: the archive's headers and the pickle."""
+    checkpoint = copied(True)
     metadata = json.loads((checkpoint / "metadata.json").read_text())
     _, begin, length = metadata["tensors"][WEIGHT]["chunks"][0][2:]
     good, refused = (checkpoint / SHARD).read_bytes(), 0
@@ -145,7 +156,8 @@ def test_mutated_shard_item_is_refused_or_harmless(checkpoint):
 @pytest.mark.parametrize(
     "name", ["pickle: BUILD on an allowed class", "manifest: a FIFO as shard", "config: 1e9 layers"]
 )
-def test_export_of_hostile_checkpoint_is_one_line(checkpoint, name):
+def test_export_of_hostile_checkpoint_is_one_line(copied, name):
+    checkpoint = copied(BY_NAME[name].earlier)
     BY_NAME[name](checkpoint)
     done = run_script("extras.export", checkpoint, checkpoint.parent / "model")
     assert done.returncode == 2
@@ -156,8 +168,11 @@ def test_export_of_hostile_checkpoint_is_one_line(checkpoint, name):
     assert not (checkpoint.parent / "model").exists()
 
 
-@pytest.mark.parametrize("name", ["pickle: BUILD on an allowed class", "value: a text for a number", "state: a list"])
-def test_resume_from_hostile_checkpoint_is_one_line(checkpoint, dataset, name):
+@pytest.mark.parametrize(
+    "name", ["pickle: BUILD on an allowed class", "item: no archive", "metadata: bytes shared", "state: a list"]
+)
+def test_resume_from_hostile_checkpoint_is_one_line(copied, dataset, name):
+    checkpoint = copied(BY_NAME[name].earlier)
     BY_NAME[name](checkpoint)
     said = train(dataset, checkpoint.parent, expect=2, max_steps=4, save_final_model=False)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]

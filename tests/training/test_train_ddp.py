@@ -196,8 +196,6 @@ def test_ddp_run_equals_plain_loop_over_transformers(dataset, tmp_path, backend)
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
         assert row["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-6)
         assert row["learning_rate"] == pytest.approx(schedule.get_last_lr()[0], rel=1e-12)
-        saved = checkpoint_state(tmp_path / f"checkpoint-{step + 1}", tmp_path)["optimizer"]["param_groups"]
-        assert {group["lr"] for group in saved} == {row["learning_rate"]}, "what is logged is what was applied"
         optimizer.step()
         schedule.step()
     assert max(row["grad_norm"] for row in logged) > clip > min(row["grad_norm"] for row in logged)

@@ -1,6 +1,6 @@
 """Unpickle plain values only: nothing is imported and nothing is called.
 
-torch.save pickles every item of a shard, and `pickle` runs whatever a file names. This interprets the few opcodes that
+torch.save pickles, and `pickle` runs whatever a file names. This interprets the few opcodes that
 checkpoints use; classes and calls become inert `Name` and `Call` records.
 """
 
