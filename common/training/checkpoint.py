@@ -14,14 +14,12 @@ would lose the checkpoint.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -212,10 +210,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)  # on every rank: nodes may not share a disk
 
     def _not_saved(self, error: BaseException) -> UserError:
-        """The error of a failed save. torch's file writer reports a full disk as a number of bytes written."""
-        with suppress(OSError):
-            if shutil.disk_usage(self.output_dir).free < 1 << 20:
-                error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        """The error of a failed save."""
         failure = UserError(
             f"{self.output_dir}: checkpoint not saved: {reason_of(error)}; the last complete one is untouched: free "
             "disk space (or lower --save_total_limit) and run the same command again"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -49,7 +49,6 @@ class Reader(dcp.FileSystemReader):
         return decode(json.loads(data), self.sizes)
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -48,7 +48,7 @@ def test_checkpoint_full_disk_keeps_earlier_ones(disk, dataset, tmp_path, async_
         said = [run.said(rank) for rank in range(nproc)]
     errors = [line for text in said for line in text.splitlines() if "error: " in line]
     assert len(errors) == 1
-    assert "checkpoint not saved" in errors[0]
+    assert "checkpoint not saved: [Errno 28] No space left on device" in errors[0]
     assert "the last complete one is untouched" in errors[0]
     assert "Traceback" not in "".join(said)
     assert names(out) == ["checkpoint-2"]
