@@ -24,7 +24,6 @@ from common.cli import one_line
 from common.files.safe_files import file_size, shorten
 from common.training.checkpoint_metadata import (
     DTYPES,
-    METADATA,
     MOST_DIMENSIONS,
     Refused,
     StoredChunk,
@@ -32,6 +31,7 @@ from common.training.checkpoint_metadata import (
     is_size,
 )
 from common.training.checkpoint_reader import Reader
+from common.training.checkpoint_writer import METADATA
 from extras.inert_pickle import Call, Name, Persistent, loads
 from extras.interop.pickled_metadata import content_of_pickle
 

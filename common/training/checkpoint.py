@@ -40,8 +40,7 @@ from common.flags import Flags, Missing, flag
 from common.hooks import extra
 from common.training import checkpoint_files as files
 from common.training.checkpoint_files import CONFIG, TRAINER_STATE, reason_of
-from common.training.checkpoint_metadata import METADATA
-from common.training.checkpoint_writer import Writer, shard_name
+from common.training.checkpoint_writer import METADATA, Writer, shard_name
 from common.training.pinned_stager import PinnedStager, share_of
 
 logger = logging.getLogger(__name__)

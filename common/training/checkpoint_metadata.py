@@ -1,11 +1,7 @@
-"""metadata.json: which part of which tensor lies where in a checkpoint's files.
+"""Check metadata.json, whose form checkpoint_writer describes, before anything is read by it.
 
-    {"files": ["__0_0.distcp", ...],
-     "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, begin, length], ...]}}}
-
-`file` is an index into `files`; `begin` and `length` delimit the bytes of a chunk. `decode` checks every number
-before use: chunks lie within their tensor and fill it, bytes lie within their file and do not overlap. So tensors take
-no more memory than their files take bytes.
+`decode` checks every number: chunks lie within their tensor and fill it, bytes lie within their file and do not
+overlap. So tensors take no more memory than their files take bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,39 +20,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from common.files.safe_files import LARGEST_INT, is_plain_name, shorten
+from common.training.checkpoint_writer import SAFETENSORS, Stored
 
-METADATA = "metadata.json"
-SHARD_ENDING = ".distcp"  # of a rank's file
 MOST_DIMENSIONS = 8
 
-SAFETENSORS = {  # what a safetensors file calls each dtype
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS}
 
 
 class Refused(ValueError):
     """A checkpoint holds something that no checkpoint of this program holds."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where bytes are stored."""
-
-    file: str
-    begin: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -68,33 +39,10 @@ class StoredChunk(Stored):
     sizes: tuple[int, ...]
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, in place."""
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def encode(metadata: Metadata, places: dict[MetadataIndex, Stored]) -> dict[str, Any]:
-    """The content of metadata.json. places: of each chunk of the metadata."""
-    files: dict[str, int] = {}
-
-    def place(name: str, chunk: ChunkStorageMetadata) -> list[int]:
-        stored = places[MetadataIndex(name, chunk.offsets)]
-        return [files.setdefault(stored.file, len(files)), stored.begin, stored.length]
-
-    tensors = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata), f"{name}: only tensors are saved"
-        chunks = [[list(c.offsets), list(c.sizes), *place(name, c)] for c in stored.chunks]
-        dtype = str(stored.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "shape": list(stored.size), "chunks": chunks}
-    return {"files": list(files), "tensors": tensors}
-
-
 def decode(content: Any, sizes: dict[str, int]) -> Metadata:
     """The Metadata of an untrusted `content`; `storage_data` holds a StoredChunk for each chunk.
 
-    sizes: {file: bytes} of the checkpoint. Refused: a violation of the format in this module's docstring.
+    sizes: {file: bytes} of the checkpoint. Refused: a violation of the format.
     """
     require(isinstance(content, dict) and content.keys() == {"files", "tensors"}, "it is no metadata")
     files, tensors = content["files"], content["tensors"]

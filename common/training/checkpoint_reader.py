@@ -22,7 +22,8 @@ from common.cli import UserError, one_line
 from common.files.safe_files import file_size, open_regular, read_limited
 from common.hooks import extra
 from common.training.checkpoint_files import FORMAT_VERSION, Corrupt, read_manifest
-from common.training.checkpoint_metadata import METADATA, SHARD_ENDING, Refused, StoredChunk, bytes_of, decode
+from common.training.checkpoint_metadata import Refused, StoredChunk, decode
+from common.training.checkpoint_writer import METADATA, SHARD_ENDING, bytes_of
 
 LARGEST = 256 << 20  # bytes of metadata; a tensor takes more in its shard
 

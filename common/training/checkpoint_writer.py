@@ -1,20 +1,54 @@
-"""Write a rank's share of a checkpoint as one safetensors file, and where everything lies as metadata.json."""
+"""Write a rank's share of a checkpoint as one safetensors file, and where everything lies as metadata.json.
+
+    {"files": ["__0_0.distcp", ...],
+     "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, begin, length], ...]}}}
+
+`file` is an index into `files`; `begin` and `length` delimit the bytes of a chunk.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from common.files.safe_files import sync
-from common.training.checkpoint_metadata import METADATA, SAFETENSORS, SHARD_ENDING, Stored, bytes_of, encode
+
+METADATA = "metadata.json"
+SHARD_ENDING = ".distcp"  # of a rank's file
+
+SAFETENSORS = {  # what a safetensors file calls each dtype
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where bytes are stored."""
+
+    file: str
+    begin: int
+    length: int
 
 
 class Writer(dcp.FileSystemWriter):
@@ -47,6 +81,29 @@ class Writer(dcp.FileSystemWriter):
         with open(Path(self.path) / METADATA, "w") as file:
             file.write(json.dumps(encode(metadata, places), separators=(",", ":")))
             sync(file)
+
+
+def encode(metadata: Metadata, places: dict[MetadataIndex, Stored]) -> dict[str, Any]:
+    """The content of metadata.json. places: of each chunk of the metadata."""
+    files: dict[str, int] = {}
+
+    def place(name: str, chunk: ChunkStorageMetadata) -> list[int]:
+        stored = places[MetadataIndex(name, chunk.offsets)]
+        return [files.setdefault(stored.file, len(files)), stored.begin, stored.length]
+
+    tensors = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata), f"{name}: only tensors are saved"
+        chunks = [[list(c.offsets), list(c.sizes), *place(name, c)] for c in stored.chunks]
+        dtype = str(stored.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(stored.size), "chunks": chunks}
+    return {"files": list(files), "tensors": tensors}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, in place."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def shard_name(rank: int) -> str:

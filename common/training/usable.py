@@ -49,7 +49,7 @@ def damage_of(path: Path, world: World) -> str | None:
     with world.on_main_rank() as is_main:
         if is_main:
             try:
-                _, recorded = read_manifest(path)
+                recorded = read_manifest(path).files
             except Corrupt as error:
                 damage = str(error)
     recorded, damage = world.broadcast_object((recorded, damage))
