@@ -27,10 +27,10 @@ import torch
 
 from benchmarks.commits import called, prepare
 from benchmarks.measuring import ROOT, publish, say, torchrun, where_measured
+from common.checkpoint.reader import open_checkpoint
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
-from common.training.checkpoint_reader import open_checkpoint
-from extras.stored_tensors import StoredTensors
+from extras.interop.stored_tensors import StoredTensors
 
 PROTEINS = 400  # the first ones of --fasta
 STEPS, SAVED = 30, 20

@@ -19,11 +19,11 @@ from pathlib import Path
 from benchmarks.dry_run import parsed, predicted
 from benchmarks.measuring import ROOT, where_measured
 from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
+from common.checkpoint.checkpointer import CheckpointFlags
 from common.cli import UserError, run
 from common.flags import Flags, flag, flat, parse_arguments, read_file_of_flags
 from common.models.esm2.config import ESM2_SIZES
 from common.training.arguments import DryRunFlags
-from common.training.checkpoint import CheckpointFlags
 from extras.preflight.node import bytes_needed, named_model
 
 GIB = 2**30

@@ -294,7 +294,7 @@ def read_checkpoint(directory: Path, config: Any) -> tuple[Any, dict]:
 
 
 def earlier_checkpoint(path: Path, sizes: dict[str, int]) -> Any:
-    from extras.checkpoint_format_1 import EarlierReader
+    from extras.interop.checkpoint_format_1 import EarlierReader
 
     return EarlierReader(path, sizes)
 

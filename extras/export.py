@@ -20,19 +20,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from common.checkpoint import files
+from common.checkpoint.files import CONFIG, TRAINER_STATE
+from common.checkpoint.reader import open_checkpoint
+from common.checkpoint.usable import damage_of, newest_usable
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.files.safe_files import check_type, shorten
 from common.models.family import Family, families, family_of
 from common.models.layers.model_card import Training
-from common.training import checkpoint_files as files
-from common.training.checkpoint_files import CONFIG, TRAINER_STATE
-from common.training.checkpoint_reader import open_checkpoint
-from common.training.usable import damage_of, newest_usable
 from extras.families.text.tokenizers import Tokenizer, load_tokenizer
+from extras.interop.stored_tensors import StoredTensors
 from extras.prepare.output_directory import check_free
-from extras.stored_tensors import StoredTensors
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from benchmarks.measuring import FILE_ONLY
+from common.checkpoint.checkpointer import CheckpointFlags
 from common.cli import UserError
 from common.cli_help import FlagSpec
 from common.data.flags import DataFlags
 from common.flags import Flags, changed_defaults, checked, flag, flag_specs, flat, parse_arguments, with_flags
 from common.models.esm2.family import ModelFlags
 from common.training.arguments import RunArguments
-from common.training.checkpoint import CheckpointFlags
 from common.training.parse import arguments_of, parse_run
 from tests.conftest import ROOT
 from tests.data_fixtures import environment, load_script

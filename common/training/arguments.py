@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from common.checkpoint.checkpointer import CheckpointFlags
 from common.cli import UserError
 from common.data.flags import BatchFlags
 from common.distributed.run import ProcessFlags
@@ -19,8 +20,7 @@ from common.flags import Flags, Missing, flag
 from common.hooks import extra
 from common.models.family import Family
 from common.models.layers.backend import BackendFlags
-from common.precision.plan import PrecisionFlags
-from common.training.checkpoint import CheckpointFlags
+from common.precision.flags import PrecisionFlags
 from common.training.optim import OptimizerFlags
 from common.training.run_logger import LogFlags
 

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from common.checkpoint.checkpointer import Checkpointer
+from common.checkpoint.usable import damage_of
 from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy
 from common.training.arguments import BestFlags
-from common.training.checkpoint import Checkpointer
 from common.training.progress import RunPlan, TrainerState
 from common.training.resume import read_state
 from common.training.task import BuiltModel
-from common.training.usable import damage_of
 
 logger = logging.getLogger(__name__)
 

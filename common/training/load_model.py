@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from common.checkpoint.usable import damage_of, newest_usable
 from common.cli import UserError
 from common.distributed.shards import copy_to_shard
 from common.distributed.world import World
@@ -24,7 +25,6 @@ from common.models.layers.linear import RoundedWeights
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
 from common.training.task import BuiltModel
-from common.training.usable import damage_of, newest_usable
 
 # Flags that may differ between ranks: paths, which another node may name otherwise, and what does not affect results.
 PER_RANK_FLAGS = {"dataset_dir", "output_dir", "log_dir", "run_name", "report_to", "disable_tqdm"}

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from common.checkpoint.checkpointer import SaveSchedule
 from common.data.loader import merge_positions
 from common.distributed.run import distributed_run
 from common.distributed.stopping import Preempted
@@ -20,8 +21,6 @@ from common.distributed.world import World
 from common.files.runs import FINAL_MODEL
 from common.hooks import extra
 from common.training.arguments import RunArguments
-from common.training.checkpoint import SaveSchedule
-from common.training.duration import TimeBudget
 from common.training.log_row import RowWindow, StepRecord
 from common.training.results import export_model, run_info, training_results, write_evaluations
 from common.training.resume import plan_resume
@@ -29,6 +28,7 @@ from common.training.run_directory import RunDirectory
 from common.training.set_up import Run, set_up
 from common.training.step import StepPrefetcher, scheduled_gc
 from common.training.task import Build
+from common.training.time_budget import TimeBudget
 
 logger = logging.getLogger(__name__)
 

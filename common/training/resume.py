@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.cli import UserError
-from common.distributed.world import World
-from common.files.runs import list_checkpoints
-from common.models.layers.backend import BACKENDS, KEPT_ON_RESUME
-from common.training.checkpoint import CheckpointFlags
-from common.training.checkpoint_files import (
+from common.checkpoint.checkpointer import CheckpointFlags
+from common.checkpoint.files import (
     MANIFEST,
     TRAINER_STATE,
     check_nothing_was_completed,
     read_listed,
     read_manifest,
 )
+from common.checkpoint.usable import damage_of, newest_usable
+from common.cli import UserError
+from common.distributed.world import World
+from common.files.runs import list_checkpoints
+from common.models.layers.backend import BACKENDS, KEPT_ON_RESUME
 from common.training.progress import TrainerState
 from common.training.same_run import check_same_data, check_same_model, check_same_start
-from common.training.usable import damage_of, newest_usable
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 
+from common.checkpoint.files import PARTIAL, SAVED, SUPERSEDED
 from common.cli import UserError
 from common.files.runs import CHECKPOINT, METRICS, RUN_INFO, list_checkpoints
 from common.files.safe_files import open_private
-from common.training.checkpoint_files import PARTIAL, SAVED, SUPERSEDED
 from common.training.same_run import is_restart_of, this_job
 
 logger = logging.getLogger(__name__)

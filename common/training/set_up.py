@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from common.checkpoint.checkpointer import Checkpointer
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import flat
 from common.models.layers.compiling import FirstStep
 from common.training.arguments import RunArguments
 from common.training.best import Best
-from common.training.checkpoint import Checkpointer
 from common.training.evaluation import Evaluator
 from common.training.optim import set_hyperparameters
 from common.training.parse import task_of

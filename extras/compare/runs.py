@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.checkpointer import CheckpointFlags
 from common.cli import UserError, one_line
 from common.files.runs import METRICS, list_checkpoints, read_run_info
 from common.files.safe_files import read_json_lines
 from common.training.arguments import DownstreamFlags, DryRunFlags, LearningRateFlags
-from common.training.checkpoint import CheckpointFlags
 from common.training.curves import read_results
 from common.training.protein_losses import ProteinLosses, read_losses
 from common.training.run_logger import LogFlags

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.checkpoint.metadata import DTYPES, MOST_DIMENSIONS, Refused, is_size, require
 from common.files.safe_files import is_plain_name, shorten
-from common.training.checkpoint_metadata import DTYPES, MOST_DIMENSIONS, Refused, is_size, require
-from extras.inert_pickle import Call, Name, loads
+from extras.interop.inert_pickle import Call, Name, loads
 
 _DCP = "torch.distributed.checkpoint"
 _NAMES = {

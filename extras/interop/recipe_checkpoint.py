@@ -1,7 +1,7 @@
 """Weights of the recipe's training checkpoints, `<ckpt_dir>/train_{ddp,fsdp2,mfsdp}/step_N` (--model_name_or_path).
 
 `train_ddp.py` there saves one `checkpoint.pt` (torch.save), the others torch.distributed.checkpoint's directory. Both
-are pickled; they are read as data (extras.checkpoint_format_1). Optimiser and scheduler are not read.
+are pickled; they are read as data (extras.interop.checkpoint_format_1). Optimiser and scheduler are not read.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def read(directory: Path) -> dict[str, Tensor]:
 
     UserError if they cannot be read, or if something in the files is no part of a checkpoint.
     """
-    from extras.checkpoint_format_1 import EarlierReader, read_saved
-    from extras.stored_tensors import StoredTensors
+    from extras.interop.checkpoint_format_1 import EarlierReader, read_saved
+    from extras.interop.stored_tensors import StoredTensors
 
     first, *shards = weight_files(directory)
     try:

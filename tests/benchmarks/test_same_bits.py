@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.same_bits import STEPS, checkpoint, difference, figures
-from common.training.checkpoint_writer import Writer
+from common.checkpoint.writer import Writer
 from tests.training.format_1 import to_format_1
 from tests.training.hostile import vouch
 

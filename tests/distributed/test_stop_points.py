@@ -18,10 +18,10 @@ from types import FrameType
 
 import pytest
 
+from common.checkpoint.checkpointer import Checkpointer
 from common.distributed import run
 from common.distributed.stopping import StopRequest
 from common.training import loop
-from common.training.checkpoint import Checkpointer
 from common.training.step import Stepper
 from tests.live_runs import PREEMPTED, assert_same_run, newest_step
 from tests.marks import cases

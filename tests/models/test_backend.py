@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from common.checkpoint.checkpointer import Checkpointer, CheckpointFlags
 from common.cli import UserError, setup_logging
 from common.distributed.world import World
 from common.flags import with_flags
@@ -18,7 +19,6 @@ from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers.backend import COMPILED, check_device, choose_backend
 from common.models.layers.linear import Linear
-from common.training.checkpoint import Checkpointer, CheckpointFlags
 from extras.families.decoders.causal_arguments import CausalArguments, DecoderFlags
 from extras.families.decoders.family import FAMILY as DECODERS
 from tests.models.reference import packed, random_batch

@@ -10,7 +10,7 @@ from common.distributed.world import World
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.models.layers.linear import linear
-from common.precision.plan import PrecisionFlags
+from common.precision.flags import PrecisionFlags
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.model import DecoderForCausalLM
 from extras.formats import emulation as fake_quant

@@ -9,7 +9,7 @@ from common.cli import UserError
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.models.layers.compiling import compile_layers
-from common.precision.plan import PrecisionFlags
+from common.precision.flags import PrecisionFlags
 from extras.formats.build import choose_plan, set_formats
 from extras.formats.current import CurrentScaling
 from extras.formats.emulation import GRADIENT, INPUT, WEIGHT

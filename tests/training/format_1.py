@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from common.training.checkpoint_reader import open_checkpoint
-from extras.stored_tensors import StoredTensors
+from common.checkpoint.reader import open_checkpoint
+from extras.interop.stored_tensors import StoredTensors
 from tests.training.hostile import vouch
 
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.98), "foreach": None, "fused": True, "params": ["a", "b"]}

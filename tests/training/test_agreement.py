@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from common.checkpoint import files as checkpoint_files
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.safe_files import read_json, write_json
 from common.flags import with_flags
 from common.models.layers.backend import choose_backend
-from common.training import checkpoint_files
 from common.training.resume import plan_resume
 from extras.prepare.output_directory import size_and_crc
 from tests.live_runs import assert_same_run, outcome

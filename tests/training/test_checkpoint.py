@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.checkpoint import usable
+from common.checkpoint.usable import damage_of, newest_usable
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.files.safe_files import read_json, size_and_crc
-from common.training import usable
-from common.training.usable import damage_of, newest_usable
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
 from tests.training_fixtures import _main, flags_of, losses, on_ranks, rows, train

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.checkpoint.usable import damage_of
 from common.distributed.world import World
 from common.files.safe_files import JsonLinesLog
 from common.training.run_directory import RunDirectory
-from common.training.usable import damage_of
 from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.patience import run
 from tests.small_disk import small_disk

@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
+from common.checkpoint.reader import Reader, open_checkpoint
+from common.checkpoint.writer import Writer
 from common.cli import UserError
-from common.training.checkpoint_reader import Reader, open_checkpoint
-from common.training.checkpoint_writer import Writer
-from extras.stored_tensors import StoredTensors
+from extras.interop.stored_tensors import StoredTensors
 from tests.training.checkpoint_fixtures import files_of
 from tests.training_fixtures import checkpoint_state, train
 

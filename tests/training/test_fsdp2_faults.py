@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from common.checkpoint.checkpointer import Checkpointer, CheckpointFlags
 from common.distributed.world import World
 from common.models.esm2 import config as presets
 from common.models.esm2 import model as esm2
 from common.models.esm2.config import override
-from common.training.checkpoint import Checkpointer, CheckpointFlags
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step
 from tests.training.checkpoint_fixtures import DAMAGES
 from tests.training_fixtures import TINY_OVERRIDES, on_ranks, rows, train

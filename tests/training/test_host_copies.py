@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from common.checkpoint.pinned_stager import PinnedStager, share_of
 from common.cli import UserError
-from common.training.pinned_stager import PinnedStager, share_of
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model, take_steps
 from tests.training_fixtures import checkpoint_state, on_ranks
 

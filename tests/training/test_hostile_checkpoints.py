@@ -14,14 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from common.checkpoint import files as files
+from common.checkpoint.files import reason_of
+from common.checkpoint.reader import open_checkpoint
 from common.cli import UserError
 from common.models.esm2.config import load_config
-from common.training import checkpoint_files as files
-from common.training.checkpoint_files import reason_of
-from common.training.checkpoint_reader import open_checkpoint
 from common.training.progress import TrainerState
 from extras.export import choose, export
-from extras.stored_tensors import StoredTensors
+from extras.interop.stored_tensors import StoredTensors
 from tests.forked import run_script
 from tests.guarded import guarded
 from tests.training.hostile import CANARY, CASES, SHARD, WEIGHT, Case, vouch

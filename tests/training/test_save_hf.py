@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from common.checkpoint.usable import damage_of
 from common.distributed.world import World
-from common.training.usable import damage_of
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.small_disk import small_disk
 from tests.training.checkpoint_fixtures import exported, files_of, names

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from common.training.checkpoint_files import PARTIAL
+from common.checkpoint.files import PARTIAL
 from tests.live_runs import (
     PREEMPTED,
     SAVE_POLL_S,

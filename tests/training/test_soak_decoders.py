@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.training.checkpoint_files import PARTIAL
+from common.checkpoint.files import PARTIAL
 from tests.data_fixtures import call, load_script
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.live_runs import assert_same_run

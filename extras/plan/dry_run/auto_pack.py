@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import torch
 
+from common.checkpoint.files import TRAINER_STATE, read_listed
 from common.cli import UserError, is_first_on_node
 from common.files.runs import list_checkpoints
 from common.flags import with_flags
 from common.training.arguments import RunArguments
-from common.training.checkpoint_files import TRAINER_STATE, read_listed
 from common.training.resume import requested_checkpoint
 from common.training.task import Build
 from extras.plan.dry_run.dry_run import GIB, largest_pack

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.checkpoint.pinned_stager import share_of
 from common.data.training_data import packs_per_step
 from common.distributed.shards import local_shard
 from common.distributed.world import World
@@ -25,7 +26,6 @@ from common.hooks import extra
 from common.models.layers.cpu import as_on_a_gpu
 from common.training.arguments import RunArguments
 from common.training.parse import task_of
-from common.training.pinned_stager import share_of
 from common.training.task import Build
 from extras.plan.dry_run.memory_tracker import (
     BACKWARD,

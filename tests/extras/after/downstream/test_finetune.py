@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, EsmForTokenClassification, Trainer, TrainingArguments
 
+from common.checkpoint.files import MANIFEST
 from common.cli import UserError
 from common.models.esm2.convert import ADAPTER
-from common.training.checkpoint_files import MANIFEST
 from extras.after.downstream.finetuning import FineTuning
 from extras.after.downstream.labels import read_examples
 from extras.after.downstream.splits import split_of

@@ -10,7 +10,7 @@ import torch
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.training.duration import LONG_S, TIMED, WARM, TimeBudget
+from common.training.time_budget import LONG_S, TIMED, WARM, TimeBudget
 from tests.training_fixtures import _main, arguments, flags_of, on_ranks, rows, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.training.checkpoint_metadata import Refused
+from common.checkpoint.metadata import Refused
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from common.checkpoint.files import MANIFEST, Corrupt, check_file, read_manifest
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
-from common.training.checkpoint_files import MANIFEST, Corrupt, check_file, read_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Read checkpoints without running code from them, and in no more memory than their files take.
 
 torch.distributed.checkpoint unpickles its metadata and the items of its shards. Here the metadata are JSON
-(checkpoint_metadata), and a shard has the plain bytes of tensors. Only regular files that the manifest lists are
+(metadata.py), and a shard has the plain bytes of tensors. Only regular files that the manifest lists are
 opened.
 """
 
@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from common.checkpoint.files import FORMAT_VERSION, Corrupt, read_manifest
+from common.checkpoint.metadata import Refused, StoredChunk, decode
+from common.checkpoint.writer import METADATA, SHARD_ENDING, bytes_of
 from common.cli import UserError, one_line
 from common.files.safe_files import file_size, open_regular, read_limited
 from common.hooks import extra
-from common.training.checkpoint_files import FORMAT_VERSION, Corrupt, read_manifest
-from common.training.checkpoint_metadata import Refused, StoredChunk, decode
-from common.training.checkpoint_writer import METADATA, SHARD_ENDING, bytes_of
 
 LARGEST = 256 << 20  # bytes of metadata; a tensor takes more in its shard
 

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from common.cli import one_line
-from common.files.safe_files import file_size, shorten
-from common.training.checkpoint_metadata import (
+from common.checkpoint.metadata import (
     DTYPES,
     MOST_DIMENSIONS,
     Refused,
@@ -30,9 +28,11 @@ from common.training.checkpoint_metadata import (
     decode,
     is_size,
 )
-from common.training.checkpoint_reader import Reader
-from common.training.checkpoint_writer import METADATA
-from extras.inert_pickle import Call, Name, Persistent, loads
+from common.checkpoint.reader import Reader
+from common.checkpoint.writer import METADATA
+from common.cli import one_line
+from common.files.safe_files import file_size, shorten
+from extras.interop.inert_pickle import Call, Name, Persistent, loads
 from extras.interop.pickled_metadata import content_of_pickle
 
 PICKLED_METADATA = ".metadata"

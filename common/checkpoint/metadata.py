@@ -1,4 +1,4 @@
-"""Check metadata.json, whose form checkpoint_writer describes, before anything is read by it.
+"""Check metadata.json, whose form writer.py describes, before anything is read by it.
 
 `decode` checks every number: chunks lie within their tensor and fill it, bytes lie within their file and do not
 overlap. So tensors take no more memory than their files take bytes.
@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from common.checkpoint.writer import SAFETENSORS, Stored
 from common.files.safe_files import LARGEST_INT, is_plain_name, shorten
-from common.training.checkpoint_writer import SAFETENSORS, Stored
 
 MOST_DIMENSIONS = 8
 

@@ -24,7 +24,7 @@ from common.files.safe_files import check_type, file_size, is_plain_name, open_r
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-EARLIER_VERSIONS = (1,)  # read by extras/checkpoint_format_1.py
+EARLIER_VERSIONS = (1,)  # read by extras/interop/checkpoint_format_1.py
 PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
 # NFS clients cache attributes for up to a minute before they see a file that another machine has written.
 SHARED_PATIENCE_S = 90.0

@@ -32,16 +32,16 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from common.checkpoint import files
+from common.checkpoint.files import CONFIG, TRAINER_STATE, reason_of
+from common.checkpoint.pinned_stager import PinnedStager, share_of
+from common.checkpoint.writer import METADATA, Writer, shard_name
 from common.cli import INTERRUPTED, UserError
 from common.distributed.run import exit_if_peer_lost, is_peer_lost
 from common.distributed.world import PeerFailed, World
 from common.files.safe_files import size_and_crc, sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag
 from common.hooks import extra
-from common.training import checkpoint_files as files
-from common.training.checkpoint_files import CONFIG, TRAINER_STATE, reason_of
-from common.training.checkpoint_writer import METADATA, Writer, shard_name
-from common.training.pinned_stager import PinnedStager, share_of
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class Checkpointer:
 
     def load(self, path: Path) -> None:
         """Load model, optimizer and scales from a whole checkpoint of this model, of any strategy and world size."""
-        from common.training.checkpoint_reader import open_checkpoint  # only a resumed run reads one
+        from common.checkpoint.reader import open_checkpoint  # only a resumed run reads one
 
         # torch makes an optimiser's state, for the checkpoint's to go to, only while it has none and no parameter has
         # a gradient, and takes those that it makes away: `Strategy.keep_gradients` needs them back. After a step the

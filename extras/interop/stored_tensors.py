@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from common.checkpoint.metadata import Refused
+from common.checkpoint.reader import Reader
 from common.cli import UserError
-from common.training.checkpoint_metadata import Refused
-from common.training.checkpoint_reader import Reader
 
 
 class StoredTensors:

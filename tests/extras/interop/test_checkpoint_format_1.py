@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from common.training.checkpoint_metadata import Refused
-from common.training.checkpoint_reader import open_checkpoint
-from extras.checkpoint_format_1 import EarlierReader
-from extras.inert_pickle import Call, Name, loads
+from common.checkpoint.metadata import Refused
+from common.checkpoint.reader import open_checkpoint
+from extras.interop.checkpoint_format_1 import EarlierReader
+from extras.interop.inert_pickle import Call, Name, loads
 from extras.interop.pickled_metadata import content_of_pickle
-from extras.stored_tensors import StoredTensors
+from extras.interop.stored_tensors import StoredTensors
 from tests.training.checkpoint_fixtures import exported, files_of
 from tests.training.format_1 import to_format_1, write_format_1
 from tests.training.hostile import old, vouch

@@ -1,0 +1,1 @@
+"""Checkpoints: written, found whole, and read."""
