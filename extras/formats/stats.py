@@ -75,7 +75,7 @@ class Statistics:
 
         Called again by a recomputed forward pass, it counts once.
         """
-        tensor, recipe = OPERANDS[role], self.plan[layer]
+        tensor, recipe = OPERANDS[role], self.recipe_of(layer + 1)
         if (number := self._new(layer, matmul, tensor, along, "")) is not None:
             self._add(number, *measure(cast, quantized, recipe.element(role)))
         for name, kind in RECIPES.items():
@@ -100,13 +100,22 @@ class Statistics:
             found = statistics(dict(zip(SUMS, summed, strict=True)) | dict(zip(TOPS, top, strict=True)))
             prefix = recipe and f"{recipe}_"
             rows.setdefault((key, gemms), {}).update({prefix + stat: found[stat] for stat in stats})
-        return [make_row(self.step, *row, stats, self.plan[row[0][0] - 1], self.world) for row, stats in rows.items()]
+        return [
+            make_row(self.step, key, gemms, stats, self.recipe_of(key[0]), self.world)
+            for (key, gemms), stats in rows.items()
+        ]
+
+    def recipe_of(self, layer: int) -> Recipe:
+        """The recipe of a quantised layer, from 1; a `Selection` has no others."""
+        recipe = self.plan[layer - 1]
+        assert recipe is not None, f"layer {layer} is not quantised"
+        return recipe
 
     def _recipe(self, key: Key, name: str) -> Recipe | type[Recipe]:
-        return RECIPES[name] if name else self.plan[key[0] - 1]
+        return RECIPES[name] if name else self.recipe_of(key[0])
 
     def _own(self, key: Key, name: str) -> str:
-        return "" if name and isinstance(self.plan[key[0] - 1], RECIPES[name]) else name
+        return "" if name and isinstance(self.recipe_of(key[0]), RECIPES[name]) else name
 
     def _gemms(self, key: Key, name: str) -> list[tuple[str, ...]]:
         tensor = key[2]
@@ -164,6 +173,7 @@ def measure(x: Tensor, quantized: Quantized | None = None, element: Element | No
     underflows = overflows = error = none
     scales = [worst, worst]
     if quantized is not None:
+        assert element is not None, "a quantised tensor comes with its element"
         became = quantized.values.float() * quantized.scale
         underflows = ((became == 0) & (sizes > 0)).sum()
         error = _square(became - x)
@@ -179,7 +189,11 @@ def measure(x: Tensor, quantized: Quantized | None = None, element: Element | No
     total, absolute = x.sum(dtype=torch.float64), sizes.sum(dtype=torch.float64)
     sums = [numel, underflows, overflows, error, total, absolute, _square(x)]
     tops = [sizes.amax(), high, -low, -smallest, *scales]
-    return (torch.stack([value.double() for value in values]) for values in (sums, tops))
+    return _stack(sums), _stack(tops)
+
+
+def _stack(scalars: list[Tensor]) -> Tensor:
+    return torch.stack([value.double() for value in scalars])
 
 
 def _square(x: Tensor) -> Tensor:
@@ -207,7 +221,9 @@ def statistics(of: dict[str, float]) -> dict[str, float]:
     }
 
 
-def make_row(step: int, key: Key, gemms: tuple[str, ...], stats: dict[str, float], recipe, world: World) -> dict:
+def make_row(
+    step: int, key: Key, gemms: tuple[str, ...], stats: dict[str, float], recipe: Recipe, world: World
+) -> dict:
     """An object of quant_stats.jsonl. NaN and infinity (the scale of a tensor of zeros) are null."""
     layer, module, tensor = key
     ranks = world.size if tensor in ("gradient", "dgrad", "wgrad") else 1

@@ -100,17 +100,15 @@ def select(flags: PrecisionFlags, plan: Plan) -> Selection:
         sections = read_file(flags.quant_stats_file)
     given = f"--quant_stats_file {flags.quant_stats_file}"
     selection: Selection = {}
-    for layer, recipe in enumerate(plan, 1):
-        for module in MODULES if recipe else ():
+    quantised = [(layer, recipe) for layer, recipe in enumerate(plan, 1) if recipe is not None]
+    for layer, recipe in quantised:
+        for module in MODULES:
             for tensor, wanted in _of_matmul(layer_name(layer, module), recipe, sections, given):
                 if flags.quant_stats_freq is not None:
                     wanted = replace(wanted, freq=flags.quant_stats_freq)
                 selection[layer, module, tensor] = (*selection.get((layer, module, tensor), ()), wanted)
     if not selection:
-        raise UserError(
-            f"{given}: selects no quantised layer: names are like "
-            f"{layer_name(next(n for n, recipe in enumerate(plan, 1) if recipe), 'fc1')}"
-        )
+        raise UserError(f"{given}: selects no quantised layer: names are like {layer_name(quantised[0][0], 'fc1')}")
     return selection
 
 
@@ -243,7 +241,7 @@ def _tensors(where: str, feature: str, body: dict) -> dict[str, Wanted]:
     for item in items:
         _known(where, item, ("tensor", "stats", *_TIMES))
         tensor = item.get("tensor")
-        if tensor not in _KNOWN_TENSORS[feature]:
+        if not isinstance(tensor, str) or tensor not in _KNOWN_TENSORS[feature]:
             raise _Wrong(f"{where}: unknown tensor {tensor}: known are {', '.join(_KNOWN_TENSORS[feature])}")
         tensor = _ALIASES.get(tensor, tensor)
         if tensor in wanted:
@@ -263,7 +261,7 @@ def _wanted(where: str, feature: str, item: dict) -> Wanted:
         recipe, plain = split_stat(stat)
         if plain not in _KNOWN_STATS[feature] or (recipe and feature == TENSOR):
             raise _Wrong(f"{where}: unknown statistic {stat}: known are {', '.join(_KNOWN_STATS[feature])}{before}")
-    times = {key: item.get(key) for key in _TIMES if item.get(key) is not None}
+    times = {key: item[key] for key in _TIMES if item.get(key) is not None}
     for key, value in times.items():
         if type(value) is not int or value < (key == "freq"):
             raise _Wrong(f"{where}: {key} {value}: expected a number of steps" + ", at least 1" * (key == "freq"))

@@ -83,7 +83,7 @@ class TeStats(Statistics):
         if tensor in RESULTS:
             self.result(layer, matmul, tensor, x)
             return
-        role, recipe = OPERANDS.index(tensor), self.plan[layer]
+        role, recipe = OPERANDS.index(tensor), self.recipe_of(layer + 1)
         for along in (COLUMNS,) if recipe.whole_tensor else (COLUMNS, ROWS):
             if (became := recipe.stored(quantized, along)) is not None:
                 self.operand(layer, matmul, role, along, x, recipe.transform(x, role, along), became)
