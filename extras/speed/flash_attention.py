@@ -128,8 +128,8 @@ def worst_difference(heads: Heads, device: torch.device, shared: bool) -> float:
     attends = [_packed, _block] if shared else [_packed]
     differences = []
     for attend in attends:
-        ours = attend(*(x.to(device) for x in (q, k, v, grad)), heads.causal)
-        exact = attend(*(x.float() for x in (q, k, v, grad)), heads.causal)
+        ours = attend(*(x.to(device) for x in (q, k, v, grad)), causal=heads.causal)
+        exact = attend(*(x.float() for x in (q, k, v, grad)), causal=heads.causal)
         differences += [(x.float().cpu() - y).norm() / y.norm() for x, y in zip(ours, exact, strict=True)]
     return torch.stack(differences).max().item()  # NaN if there is one
 

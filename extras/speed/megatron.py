@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,14 @@ from torch.distributed.tensor import DTensor
 from common.cli import UserError
 from common.compat import MEGATRON_COALESCING, MEGATRON_GRAD_REDUCE, flatten_mesh
 from common.distributed.fsdp import hsdp_shape, init_mesh, set_group_timeouts
+from common.distributed.shards import local_shard
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+
+if TYPE_CHECKING:
+    from megatron_fsdp import MegatronFSDP
+
+    from extras.plan.dry_run.memory_estimate import FakeWorld
 
 # ---- dry run: no-op stand-ins for the CUDA calls of megatron-fsdp 0.6.1 --------------------------------------
 #
@@ -113,7 +119,7 @@ def gather_rows(rows: Tensor, first: int, shape: torch.Size, group: dist.Process
 @torch.no_grad()
 def add_dcp_hooks(shard: DTensor, first: int) -> None:
     """Give torch.distributed.checkpoint the shard's offset by the methods it looks for; copies lose them."""
-    local = shard.to_local()
+    local: Any = shard.to_local()
     offsets = torch.Size((first, *(0 for _ in local.shape[1:])))
     chunk = ChunkStorageMetadata(offsets, local.shape)
 
@@ -169,7 +175,7 @@ class MegatronSharded(Strategy):
         with world.raise_together():
             self.library = load_library(world)
         if world.is_dry_run:
-            world.lent.enter_context(fake_cuda())
+            cast("FakeWorld", world).lent.enter_context(fake_cuda())
         self.flags, self.bf16, self.world = flags, bf16, world
         self.sums_gradients = flags.calculate_per_token_loss
 
@@ -206,6 +212,7 @@ class MegatronSharded(Strategy):
                 **groups,
             )
         super().__init__(wrapped)
+        self.wrapped: MegatronFSDP = wrapped
         group = mesh["shard"].get_group()
         if not flags.shards:
             self.replica_group = group
@@ -218,12 +225,12 @@ class MegatronSharded(Strategy):
             # The library's own `to` and `cpu`, which check for storage, cannot be traced by torch.compile.
             parameter.__dict__.pop("to", None)
             parameter.__dict__.pop("cpu", None)
-        self.first_rows = {}
-        for name, parameter in model.named_parameters():
-            if flags.shards:
-                first, rest = divmod(parameter.megatron_fsdp_slice.start, math.prod(parameter.shape[1:]))
-                assert rest == 0, "only rows are sharded"
-                self.first_rows[name] = parameter.first_row = first
+        self.first_rows: dict[str, int] = {}
+        sharded: dict[str, Any] = dict(model.named_parameters()) if flags.shards else {}
+        for name, parameter in sharded.items():
+            first, rest = divmod(parameter.megatron_fsdp_slice.start, math.prod(parameter.shape[1:]))
+            assert rest == 0, "only rows are sharded"
+            self.first_rows[name] = parameter.first_row = first
 
     def _mesh(self) -> tuple[DeviceMesh, dict]:
         """(the mesh, which needs a tensor-parallel dimension; the arguments for HSDP)."""
@@ -239,11 +246,13 @@ class MegatronSharded(Strategy):
     # ---- a step ---------------------------------------------------------------------------------------------
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
-        self.model.model_auto_sync = last or self.flags.sync_model_each_microbatch  # its setter warns at every call
+        self.wrapped.model_auto_sync = last or self.flags.sync_model_each_microbatch  # its setter warns at every call
         return nullcontext()
 
     def gradients(self) -> list[Tensor]:
-        return [p.grad.to_local() for p in self._parameters() if p.grad is not None]
+        # Whichever set of parameters the module holds at the moment.
+        updated: list[tuple[str, Any]] = self.wrapped.param_and_grad_buffer.optimizer_named_parameters
+        return [p.grad.to_local() for _, p in updated if p.grad is not None]
 
     def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.world.device)
@@ -252,22 +261,20 @@ class MegatronSharded(Strategy):
         return total
 
     def sync_model_weights(self) -> None:
-        self.model.install_optimized_model_weights()
+        self.wrapped.install_optimized_model_weights()
 
     def clear_gradients(self) -> None:
-        self.model.zero_grad_buffer()
+        self.wrapped.zero_grad_buffer()
 
     def reshard(self) -> None:
-        self.model.synchronize_param_gather()
+        self.wrapped.synchronize_param_gather()
 
     # ---- full parameters and checkpoints ------------------------------------------------------------------------
 
     @torch.no_grad()
     def full_tensor(self, parameter: Tensor) -> Tensor:
-        rows = parameter.to_local()
-        if not self.flags.shards:
-            return rows
-        return gather_rows(rows, parameter.first_row, parameter.shape, self.shard_group)
+        rows, first = local_shard(parameter)
+        return rows if self.shard_group is None else gather_rows(rows, first, parameter.shape, self.shard_group)
 
     @torch.no_grad()
     def dcp_state(self, state: dict, saving: bool) -> dict:
@@ -289,7 +296,7 @@ class MegatronSharded(Strategy):
         return next(p for p in self.raw.values() if p.requires_grad)
 
     def blocking_collectives(self) -> list[tuple[object, str]]:
-        gathering, reducing = self.model.all_gather_pipeline, self.model.grad_reduce_pipeline
+        gathering, reducing = self.wrapped.all_gather_pipeline, self.wrapped.grad_reduce_pipeline
         return [
             (gathering, "wait_bucket_ready"),
             (reducing, "wait_for_previous_grad_reduce"),
@@ -302,18 +309,14 @@ class MegatronSharded(Strategy):
 
     def compute_buffers(self) -> Iterator[Tensor]:
         """Weight buffers, and the gathered weights, whose storage is allocated once."""
-        for group in self.model.param_and_grad_buffer.parameter_groups:
+        for group in self.wrapped.param_and_grad_buffer.parameter_groups:
             if group.model_weight_buffer:
                 yield group.model_weight_buffer.data
         yield from self.raw.values()
 
     def attach_gradients(self, parameters: list[nn.Parameter]) -> None:
         """They are in the library's gradient buffers from the start."""
-        self.model.attach_grad_to_optimizer_state()
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        """What the optimiser updates, whichever set the module holds at the moment."""
-        return (parameter for _, parameter in self.model.param_and_grad_buffer.optimizer_named_parameters)
+        self.wrapped.attach_grad_to_optimizer_state()
 
 
 def _has_rows(shard) -> bool:
@@ -321,7 +324,7 @@ def _has_rows(shard) -> bool:
 
 
 @contextmanager
-def _storage_alone(model: nn.Module) -> Iterator[None]:
+def _storage_alone(model: Any) -> Iterator[None]:
     """The library has every module set its parameters as soon as they have storage; here values come later.
 
     Modules that have no method for it get one for the while, which does nothing. Nor is a model moved that has

@@ -32,7 +32,7 @@ class TritonAdamW(AdamW):
     grad_scale: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]  # no closure
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             self._update(group)
 
