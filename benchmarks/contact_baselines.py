@@ -20,9 +20,10 @@ import torch
 from benchmarks.measuring import say
 from common.cli import run
 from common.flags import flag, parse_arguments
-from common.models.esm2.config import Esm2Config, load_config, override
+from common.models.esm2.config import Esm2Config, load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
+from common.models.layers.config_base import override
 from extras.after.downstream.contacts import attention_features, fit, mean_precisions, pairs, precisions, split
 from extras.after.downstream.stock_model import stock_model
 from extras.after.downstream.structures import LONGEST, Chain, read_structures

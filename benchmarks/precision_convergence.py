@@ -27,7 +27,8 @@ from benchmarks.measuring import ROOT, PreparedFlags, completed, mean_and_error,
 from common.cli import UserError, run
 from common.files.safe_files import read_json_lines
 from common.flags import Missing, flag, parse_arguments
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
+from common.models.layers.config_base import override
 
 BASE = "BF16"
 # Flags of each; of a model with n layers, {half} is 1 to n/2: NVFP4's authors keep the last layers in BF16.

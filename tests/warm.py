@@ -36,8 +36,9 @@ from transformers import EsmForMaskedLM, EsmTokenizer, HfArgumentParser, get_sch
 
 import tests.live_runs  # noqa: F401
 from common.compat import FakeStore
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
 from common.models.esm2.model import Esm2ForMaskedLM
+from common.models.layers.config_base import override
 from tests.training_fixtures import TINY_OVERRIDES
 
 with suppress(ImportError), warnings.catch_warnings():

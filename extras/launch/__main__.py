@@ -50,10 +50,10 @@ def _torchrun(arguments: list[str]) -> int:
     from torch.distributed.launcher import api
 
     from extras.launch import rendezvous
-    from extras.launch.restarts import Agent, Stopped, set_job_uid
+    from extras.launch.restarts import Agent, Stopped, output_dir_of, set_job_uid
 
     set_job_uid()
-    Agent.signals, Agent.output_dir = received, _output_dir(arguments)
+    Agent.signals, Agent.output_dir = received, output_dir_of(arguments)
     os.environ[LAUNCHER_SPEAKS] = "1"
     # Ranks that exit on a signal have not failed: drop torchrun's report of it.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda _: not received)
@@ -76,18 +76,6 @@ def _torchrun(arguments: list[str]) -> int:
         sys.stderr.write(f"error: the other nodes are gone, or the job is over: {one_line(error)}\n")
         return 1
     return 0
-
-
-def _output_dir(arguments: list[str]) -> Path | None:
-    """The train script's --output_dir; None for a command that writes no checkpoints to count starts by."""
-    if not {"-m", "--module"}.isdisjoint(arguments) or "embed.py" in (Path(word).name for word in arguments):
-        return None
-    given = None
-    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
-        name, equals, value = word.partition("=")
-        if name.replace("-", "_") in ("__output_dir", "__checkpoint_dir"):
-            given = value if equals else following
-    return Path(given) if given else None
 
 
 def _forward_signal(number: int, frame) -> None:

@@ -38,6 +38,18 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # of the pod's 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
+def output_dir_of(arguments: list[str]) -> Path | None:
+    """The train script's --output_dir; None for a command that writes no checkpoints to count starts by."""
+    if not {"-m", "--module"}.isdisjoint(arguments) or "embed.py" in (Path(word).name for word in arguments):
+        return None
+    given = None
+    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("-", "_") in ("__output_dir", "__checkpoint_dir"):
+            given = value if equals else following
+    return Path(given) if given else None
+
+
 class RestartCounter:
     """Starts of `job` in a row that made no new checkpoint in `output_dir`; used by the launcher of rank 0.
 

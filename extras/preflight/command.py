@@ -9,7 +9,7 @@ from torch import nn
 
 from common.cli import UserError
 from common.flags import flat
-from common.models.esm2.config import override
+from common.models.layers.config_base import override
 from common.training.arguments import RunArguments
 from common.training.parse import parse_run
 from extras.families.decoders.config import PRESETS

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.files.safe_files import read_json_lines
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
+from common.models.layers.config_base import override
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, environment, flags_of, rows, train
 from tests.warm_python import python

@@ -17,7 +17,8 @@ from scipy.stats import spearmanr
 from benchmarks.contact_baselines import untrained_model
 from benchmarks.real_downstream import MAVENN, TABLES, fetch, mutations_of, page, read_chains, read_measured, unpack
 from common.cli import UserError
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
+from common.models.layers.config_base import override
 from extras.after.downstream.contacts import ContactEvaluation
 from extras.after.inference.correlation import BLOSUM62, RESIDUES
 from extras.prepare.sample import write_structures

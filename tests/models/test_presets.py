@@ -6,7 +6,8 @@ import pytest
 from transformers import BertConfig, EsmConfig
 
 from common.cli import UserError
-from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config, load_config, override
+from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config, load_config
+from common.models.layers.config_base import override
 from tests.training_fixtures import train
 
 # facts.md: layers, hidden size, heads

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from common.distributed.world import World
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
 from common.models.esm2.model import build_model
+from common.models.layers.config_base import override
 from common.models.layers.linear import linear
 from common.precision.flags import PrecisionFlags
 from extras.families.decoders.config import DecoderConfig

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
 from common.models.esm2.model import build_model
 from common.models.layers.compiling import compile_layers
+from common.models.layers.config_base import override
 from common.precision.flags import PrecisionFlags
 from extras.formats.build import choose_plan, set_formats
 from extras.formats.current import CurrentScaling

@@ -11,7 +11,7 @@ from common.checkpoint.checkpointer import Checkpointer, CheckpointFlags
 from common.distributed.world import World
 from common.models.esm2 import config as presets
 from common.models.esm2 import model as esm2
-from common.models.esm2.config import override
+from common.models.layers.config_base import override
 from tests.forked import run_script
 
 FLAGS = {"max_steps": 6, "save_steps": 2, "save_final_model": False}

@@ -20,9 +20,10 @@ from common.data.token_store import open_split
 from common.data.training_data import EVAL_SEED, PreparedData, held_out_batches, open_data
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
+from common.models.layers.config_base import override
 from common.training import masked_lm
 from common.training.masked_lm import MaskedLM
 from common.training.protein_losses import read_losses

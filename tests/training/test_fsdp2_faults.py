@@ -21,7 +21,7 @@ from common.checkpoint.checkpointer import Checkpointer, CheckpointFlags
 from common.distributed.world import World
 from common.models.esm2 import config as presets
 from common.models.esm2 import model as esm2
-from common.models.esm2.config import override
+from common.models.layers.config_base import override
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step
 from tests.training.checkpoint_fixtures import DAMAGES
 from tests.training_fixtures import TINY_OVERRIDES, on_ranks, rows, train

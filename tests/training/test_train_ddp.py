@@ -19,9 +19,10 @@ from common.data.loader import TrainLoader
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import PreparedData
 from common.models.esm2.alphabet import ESM2_TOKENS
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
+from common.models.layers.config_base import override
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
 from tests.marks import cases
 from tests.training_fixtures import (

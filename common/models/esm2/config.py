@@ -6,16 +6,14 @@ Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from common.cli import UserError
 from common.hooks import extra
 from common.models.esm2 import alphabet
 from common.models.layers import hf_directory
 from common.models.layers.config_base import ConfigBase
-from common.models.layers.hf_directory import check_no_dropout
 
-Config = TypeVar("Config", bound=ConfigBase)
 MOST_POSITIONS = 1 << 20
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 
@@ -102,26 +100,6 @@ class Esm2Config(ConfigBase):
 def gelu_of(config: Esm2Config) -> str:
     """`exact` or `tanh`, by config.json. Any other `hidden_act` is ignored, as in transformers."""
     return "tanh" if getattr(config, "hidden_act", None) == HIDDEN_ACT["tanh"] else "exact"
-
-
-def override(config: Config, changes: str, check: bool = True) -> Config:
-    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace. UserError for a
-    configuration that no model here has, unless it is checked later."""
-    for change in changes.split(","):
-        name, _, text = (part.strip() for part in change.partition("="))
-        old = vars(config).get(name)
-        try:
-            if not isinstance(old, int | float):
-                raise ValueError
-            kind = {"true": True, "false": False}.__getitem__ if isinstance(old, bool) else type(old)
-            value = kind(text.lower())
-        except (ValueError, KeyError):
-            raise UserError(f"--config_overrides {change}: expected name=value, a number or true/false") from None
-        setattr(config, name, value)
-    if check:
-        config.check("--config_overrides")
-    check_no_dropout(config, "--config_overrides")
-    return config
 
 
 # name: (layers, hidden size, attention heads); the feed-forward size is four times the hidden size

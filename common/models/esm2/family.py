@@ -18,16 +18,10 @@ from common.distributed.world import World
 from common.flags import Missing, flag
 from common.hooks import extra
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
-from common.models.esm2.config import (
-    ESM2_SIZES,
-    HIDDEN_ACT,
-    Esm2Config,
-    gelu_of,
-    load_config,
-    override,
-)
+from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config
 from common.models.family import BackendFamily, Family, ModelSpec, encoder_family, encoders, families, family_of
 from common.models.layers.backend import STOCK, BackendFlags, Heads
+from common.models.layers.config_base import override
 from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from common.cli import UserError
 from common.files.safe_files import shorten
-from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, fields_of, read_config
+from common.models.layers.hf_directory import (
+    check_heads,
+    check_no_dropout,
+    check_positive,
+    check_sizes,
+    fields_of,
+    read_config,
+)
+
+Config = TypeVar("Config", bound="ConfigBase")
 
 
 @dataclass
@@ -61,3 +70,23 @@ class ConfigBase:
         check_sizes(self, where)
         check_positive(self, where, *self.positive)
         check_heads(self, where)
+
+
+def override(config: Config, changes: str, check: bool = True) -> Config:
+    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace. UserError for a
+    configuration that no model here has, unless it is checked later."""
+    for change in changes.split(","):
+        name, _, text = (part.strip() for part in change.partition("="))
+        old = vars(config).get(name)
+        try:
+            if not isinstance(old, int | float):
+                raise ValueError
+            kind = {"true": True, "false": False}.__getitem__ if isinstance(old, bool) else type(old)
+            value = kind(text.lower())
+        except (ValueError, KeyError):
+            raise UserError(f"--config_overrides {change}: expected name=value, a number or true/false") from None
+        setattr(config, name, value)
+    if check:
+        config.check("--config_overrides")
+    check_no_dropout(config, "--config_overrides")
+    return config

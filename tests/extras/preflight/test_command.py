@@ -7,7 +7,8 @@ import json
 import pytest
 
 from common.cli import UserError
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
+from common.models.layers.config_base import override
 from common.models.layers.initialise import count_parameters
 from extras.preflight.command import flags_of, model_of, split_command
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
+from common.models.layers.config_base import override
 from common.models.layers.initialise import initialise
 from tests.data_fixtures import proteins as random_proteins
 from tests.data_fixtures import write_fasta

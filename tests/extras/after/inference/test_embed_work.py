@@ -19,7 +19,7 @@ import pytest
 
 from common.cli import UserError
 from extras.after.inference.encoder import check_parts, write_part
-from extras.launch.__main__ import _output_dir
+from extras.launch.restarts import output_dir_of
 from tests.data_fixtures import environment, everything_in, write_fasta
 from tests.extras.after.inference.embed_fixtures import call_embed, make_model
 from tests.forked import Script
@@ -279,7 +279,7 @@ def test_embed_reports_parts_that_rank_0_cannot_see(tmp_path):
 
 def test_embed_runs_under_the_launcher(model, fasta, whole, tmp_path):
     """It counts no starts: there are no checkpoints to tell by whether one got on."""
-    assert _output_dir(["--nproc_per_node=2", "embed.py", "--output_dir", "out"]) is None
+    assert output_dir_of(["--nproc_per_node=2", "embed.py", "--output_dir", "out"]) is None
     out = tmp_path / "out"
     command = [python(), "-m", "extras.launch", "--standalone", "--nproc_per_node=2", str(ROOT / "embed.py")]
     done = subprocess.run([*command, *flags(model, fasta, out)], capture_output=True, text=True, env=environment())

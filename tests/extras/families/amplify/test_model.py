@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.cli import UserError
-from common.models.esm2.config import override
 from common.models.layers.compiling import compile_layers
+from common.models.layers.config_base import override
 from common.models.layers.initialise import count_parameters, initialise
 from extras.families.amplify.alphabet import TOKENS
 from extras.families.amplify.config import AMPLIFY_SIZES, AmplifyConfig, amplify_config, load_config

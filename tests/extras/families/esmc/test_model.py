@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import EsmcForMaskedLM as Stock
 
 from common.cli import UserError
-from common.models.esm2.config import override
 from common.models.layers.compiling import compile_layers
+from common.models.layers.config_base import override
 from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
