@@ -290,7 +290,7 @@ def _waits(work: Work) -> str:
 
 def _call(config: Esm2Config, tokens: int, residual: torch.dtype = torch.float32) -> tuple:
     bounds = torch.tensor([0, tokens], dtype=torch.int32)
-    rotary, longest, _ = prepare(tokens, bounds, tokens, config.hidden_size // config.num_attention_heads)
+    rotary, longest = prepare(tokens, bounds, tokens, config.hidden_size // config.num_attention_heads)
     return torch.zeros(tokens, config.hidden_size, dtype=residual, requires_grad=True), rotary, bounds, longest
 
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from common.checkpoint.checkpointer import Checkpointer, CheckpointFlags
+from common.checkpoint.reader import open_checkpoint
 from common.cli import UserError, setup_logging
 from common.distributed.world import World
 from common.flags import with_flags
@@ -205,7 +205,7 @@ def _saved_and_restored(out) -> None:
     first, writer = checkpointer(0, WithExtraState, scale)
     first.lm_head.dense.forwarded = True
     writer.save(1, {"step": 1})
-    kept = dcp.FileSystemReader(out / "checkpoint-1").read_metadata().state_dict_metadata
+    kept = open_checkpoint(out / "checkpoint-1").metadata.state_dict_metadata
     assert not [name for name in kept if "extra_state" in name]
     assert "scales.layers.0.proj.scaling_fwd.scale" in kept
     # into a fresh model of the same kind, whose scales are there already; and into one without any

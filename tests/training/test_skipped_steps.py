@@ -123,9 +123,7 @@ def test_resume_after_a_skipped_step_is_bit_identical(dataset, tmp_path, nproc, 
     poisoned(dataset, tmp_path / "out", nproc, steps, nproc - 1, **flags, stop_at_step=4)
     before, after = (outcome(tmp_path / "out", step, tmp_path) for step in (3, 4))
     assert before.keys() == after.keys()
-    rates = {name for name in after if name.endswith("lr")}  # the schedule has moved on
-    assert rates
-    for name in before.keys() - rates:
+    for name in before:
         same = before[name] == after[name]
         assert bool(same.all() if isinstance(same, torch.Tensor) else same), name
     poisoned(dataset, tmp_path / "out", nproc, steps, nproc - 1, **flags, first=5)
