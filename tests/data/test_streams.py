@@ -45,7 +45,7 @@ def test_assignment_covers_every_row_once(tmp_path, files, row_group, packs):
 def test_window_is_independent_of_read_blocks(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", proteins(), row_group=600)
     packs = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
-    monkeypatch.setattr("extras.prepare.sources.sequence_files.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("extras.prepare.sources.parquet_texts.ROWS_AT_ONCE", 7)
     again = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
     assert all(np.array_equal(a, b) for a, b in zip(packs, again, strict=True))
 
@@ -141,7 +141,7 @@ def lengths_of(count: int, long: int) -> list[str]:
 @pytest.mark.parametrize("rows_at_once", [7, 4096])
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
 def test_window_has_fewer_long_proteins(tmp_path, monkeypatch, small_windows, name, rows_at_once):
-    monkeypatch.setattr("extras.prepare.sources.sequence_files.ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr("extras.prepare.sources.parquet_texts.ROWS_AT_ONCE", rows_at_once)
     texts = [*lengths_of(300, 1000), "M" * 9000, *lengths_of(60, 50)]
     plan = plan_of(write(tmp_path / name, texts, row_group=999), 1, **LONG)
     stream, held, packs = Stream(plan, 0), [], []

@@ -28,8 +28,9 @@ from extras.families.text.tokenizers import Tokenizer
 from extras.prepare.sources.dataset import Source, check_same_files, open_source, with_contents
 from extras.prepare.sources.formats import documents
 from extras.prepare.sources.hub import REMOTE
+from extras.prepare.sources.record_counts import count_records
 from extras.prepare.sources.sequence_files import check_columns
-from extras.prepare.sources.streamed_data import StreamedData, count_records
+from extras.prepare.sources.streamed_data import StreamedData
 from extras.prepare.sources.streams import StreamedOrder
 
 logger = logging.getLogger(__name__)

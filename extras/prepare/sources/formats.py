@@ -31,20 +31,25 @@ INFO_BYTES = 1 << 16  # a .json below may be dataset_infos.json
 
 
 class Format(NamedTuple):
-    """suffixes: of its files' names; contents: what they may hold (`Content.name`); module: defines `texts` and
-    `column`, which do what `read_texts` and `column_of` say ("": extras.prepare.sources.sequence_files reads it
-    itself)."""
+    """suffixes: of its files' names; contents: what they may hold (`Content.name`); module: reads them.
+
+    A module defines `texts(unit)`, which yields the texts of a file as Arrow arrays from the first row to the last,
+    and `column(unit)`, which checks the beginning of a file and gives the name of its column of texts, or None. It may
+    define `records(file)`, the records of a file, exact or estimated (`record_counts.estimated`): without it one a
+    line; and `row_counts(file)`, the rows of each part that can be read alone (`unit.row_group`).
+    """
 
     suffixes: tuple[str, ...]
     contents: tuple[str, ...]
-    module: str = ""
+    module: str
 
 
+FASTA = (".fasta", ".fa", ".faa", ".fas", ".fsa", ".pep", ".seq", *ALIGNMENTS)
 FORMATS = {
-    "parquet": Format((".parquet", ".pq"), ("proteins", "documents")),
-    "json": Format((".jsonl", ".ndjson", ".json"), ("proteins", "documents")),
-    "csv": Format((".csv", ".tsv"), ("proteins", "documents")),
-    "fasta": Format((".fasta", ".fa", ".faa", ".fas", ".fsa", ".pep", ".seq", *ALIGNMENTS), ("proteins",)),
+    "parquet": Format((".parquet", ".pq"), ("proteins", "documents"), "extras.prepare.sources.parquet_texts"),
+    "json": Format((".jsonl", ".ndjson", ".json"), ("proteins", "documents"), "extras.prepare.sources.json_texts"),
+    "csv": Format((".csv", ".tsv"), ("proteins", "documents"), "extras.prepare.sources.csv_texts"),
+    "fasta": Format(FASTA, ("proteins",), "extras.prepare.sources.fasta_texts"),
     "text": Format((".txt",), ("documents",), "extras.prepare.sources.plain_text"),
 }
 

@@ -10,6 +10,8 @@ import pyarrow as pa
 
 from common.cli import UserError
 from extras.prepare.sources.compression import HEAD_BYTES, detect_non_text
+from extras.prepare.sources.dataset import File
+from extras.prepare.sources.record_counts import estimated
 from extras.prepare.sources.sequence_files import BLOCK_BYTES, Unit, open_stream
 
 BLANK_LINES = re.compile(rb"\n[ \t\r\n]*\n")
@@ -18,6 +20,15 @@ BLANK_LINES = re.compile(rb"\n[ \t\r\n]*\n")
 def column(unit: Unit) -> None:
     with open_stream(unit.file) as (_, stream):
         _check(unit, stream)
+
+
+def records(file: File) -> float:
+    return estimated(file, _paragraphs)
+
+
+def _paragraphs(lines: list[bytes]) -> int:
+    filled = [bool(line.strip()) for line in lines]
+    return sum(now and not before for before, now in zip([False, *filled], filled, strict=False))
 
 
 def texts(unit: Unit) -> Iterator[pa.Array]:

@@ -1,4 +1,4 @@
-"""Read the one column of texts, proteins or documents, of a file: parquet, JSON lines, CSV, TSV, FASTA, plain text.
+"""Read the one column of texts, proteins or documents, of a file, by the module of its format.
 
 All but parquet may be compressed. Other columns or fields are never parsed: they may have any type, another one in
 each row, or begin late. A unit, a file or a row group of parquet, is read from one end to the other; reading from the
@@ -8,46 +8,35 @@ Hub is retried.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
-import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet as pq
 
-from common.cli import UserError, one_line
+from common.cli import UserError
 from extras.prepare.sources.compression import (
-    HEAD_BYTES,
     STRADDLING,
     check_file,
     decompressing,
-    detect_non_text,
     find_too_long,
-    strip_compression,
     too_long,
 )
-from extras.prepare.sources.csv_records import column_named, read_header
+from extras.prepare.sources.csv_records import column_named
 from extras.prepare.sources.dataset import File
-from extras.prepare.sources.fasta import read_fasta_lines
 from extras.prepare.sources.formats import FORMATS
 from extras.prepare.sources.hub import FIRST_WAIT_S, REMOTE, Retries, brief
-from extras.prepare.sources.parquet_pages import coalesce, fetched, read_columns
-from extras.prepare.sources.records import BadRecords, characters, columns
+from extras.prepare.sources.records import BadRecords, characters
 from extras.prepare.sources.residues import Cleaner, is_alignment
-from extras.prepare.sources.tables import Table
 
 TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
 TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
-ROWS_AT_ONCE = 4096
 BLOCK_BYTES = 4 << 20
 
 
@@ -67,17 +56,15 @@ def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
 
     UserError for a column of another type and for a text that is too long; Arrow's errors for a damaged file.
     """
-    readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta}
-    texts = readers.get(unit.file.kind) or import_module(FORMATS[unit.file.kind].module).texts
     longest, row = unit.file.content.longest, 0
-    with closing(texts(unit)) as blocks, _naming_the_row(unit, lambda: row):
+    with closing(reader_of(unit.file).texts(unit)) as blocks, _naming_the_row(unit, lambda: row):
         for text in blocks:
             first, row = first_row - row, row + len(text)
             if first >= len(text):
                 continue
             if isinstance(text, pa.ChunkedArray):
                 text = text.combine_chunks()
-            text = _as_text(unit, text)
+            text = as_text(unit, text)
             if (long := find_too_long(text, longest)) is not None:
                 raise too_long(f"{unit}: row {row - len(text) + long + 1:,}", longest)
             yield (text.fill_null("") if text.null_count else text)[max(first, 0) :]
@@ -91,124 +78,34 @@ def _naming_the_row(unit: Unit, row: Callable[[], int]) -> Iterator[None]:
     except pa.ArrowInvalid as error:
         if STRADDLING not in str(error):
             raise
-        raise too_long(f"{unit}: after row {row():,}", _block_bytes(unit)) from None
+        raise too_long(f"{unit}: after row {row():,}", block_bytes(unit)) from None
+
+
+def reader_of(file: File) -> ModuleType:
+    """The module of a file's format: see `Format`."""
+    return import_module(FORMATS[file.kind].module)
 
 
 def column_of(file: File) -> str | None:
     """The name of the column of texts; None for a format without columns. UserError if there is none."""
-    unit = Unit(file)
-    if module := FORMATS[file.kind].module:
-        return import_module(module).column(unit)
-    if file.kind == "parquet":
-        with _open(file) as handle:
-            return _column_of_schema(unit, pq.read_schema(handle))
-    if file.kind == "fasta":
-        check_file(Path(file.path), file.path)
-        return None
-    with open_stream(file) as (_, stream):
-        if file.kind == "csv":
-            return _column(unit, read_header(stream, str(unit), _delimiter(unit)))
-        return _column(unit, _names_of_first_object(unit, stream))
+    return reader_of(file).column(Unit(file))
 
 
-def _as_text(unit: Unit, text: pa.Array) -> pa.Array:
+def as_text(unit: Unit, text: pa.Array) -> pa.Array:
     """Cast any of Arrow's types of texts to string; UserError for other types."""
     if pa.types.is_string(text.type) or pa.types.is_binary(text.type):
         return text
-    _check_text(unit, text.type)
+    check_text(unit, text.type)
     return text.cast(pa.string())
 
 
-def _check_text(unit: Unit, kind: pa.DataType) -> None:
+def check_text(unit: Unit, kind: pa.DataType) -> None:
     of_values = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(is_text(of_values) for is_text in TEXTS):
         raise UserError(f"{unit}: the column of {unit.file.content.name} holds {kind}: expected texts")
 
 
-def _parquet(unit: Unit) -> Iterator[pa.Array]:
-    with _open(unit.file) as handle:
-        metadata = pq.read_metadata(handle)
-        groups = range(metadata.num_row_groups) if unit.row_group is None else [unit.row_group]
-        column = _column_of_schema(unit, metadata.schema.to_arrow_schema())
-        for group in groups:
-            where = f"{unit.file.path}, row group {group}"
-            file = handle
-            if unit.file.path.startswith(REMOTE):
-                file = fetched(handle, metadata.row_group(group), column, unit.file.size)
-            batches = read_columns(file, where, metadata, group, [column], ROWS_AT_ONCE, unit.file.content.longest)
-            yield from coalesce((_as_text(unit, batch.column(0)) for batch in batches), ROWS_AT_ONCE, BLOCK_BYTES)
-
-
-def _column_of_schema(unit: Unit, schema: pa.Schema) -> str:
-    column = _column(unit, schema.names)
-    _check_text(unit, schema.field(column).type)
-    return column
-
-
-def _json(unit: Unit) -> Iterator[pa.Array]:
-    options = pa.json.ReadOptions(block_size=_block_bytes(unit), use_threads=False)
-    column = column_of(unit.file)
-    parse = pa.json.ParseOptions(
-        explicit_schema=pa.schema([(column, pa.string())]), unexpected_field_behavior="ignore"
-    )
-    with (
-        open_stream(unit.file) as (_, stream),
-        pa.json.open_json(stream, read_options=options, parse_options=parse) as reader,
-    ):
-        for batch in reader:
-            yield batch.column(column)
-
-
-def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
-    if problem := detect_non_text(stream.peek(HEAD_BYTES)[:HEAD_BYTES]):
-        raise UserError(f"{unit}: not JSON lines: {problem}")
-    line, number, longest = b"\n", 0, _block_bytes(unit)
-    while line and not line.strip():
-        line, number = stream.readline(longest + 1), number + 1
-    if len(line) > longest:
-        raise too_long(f"{unit}: line {number}", longest)
-    if line.lstrip().startswith(b"["):
-        raise UserError(f"{unit}: a JSON array: write an object a line: jq -c '.[]' FILE > NEW.jsonl")
-    try:
-        return [*json.loads(line).keys()]
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise pa.ArrowInvalid(f"its first line is not a JSON object ({one_line(error)})") from None
-
-
-def _csv(unit: Unit) -> Iterator[pa.Array]:
-    line_ends = unit.file.content.line_ends
-    with open_stream(unit.file) as (_, stream):
-        names = read_header(stream, str(unit), _delimiter(unit))
-        column = _column(unit, names)
-        table = Table(str(unit), names, [column], pa.string(), _block_bytes(unit), _delimiter(unit), line_ends)
-        for numbers, batch in table.rows(stream):
-            if not line_ends and (again := _header_again(batch.column(0), column)) is not None:
-                raise UserError(f"{unit}: row {numbers[again]}: the header once more: remove the row")
-            yield batch.column(0)
-
-
-def _delimiter(unit: Unit) -> str:
-    return "\t" if strip_compression(unit.file.path.lower()).endswith(".tsv") else ","
-
-
-def _header_again(text: pa.Array, column: str) -> int | None:
-    """The first row that holds the column's name, as in concatenated files. In capitals, it may be a protein."""
-    length = pa.compute.equal(pa.compute.binary_length(text), len(column.encode()))
-    for row in np.flatnonzero(length).tolist():
-        found = text[row].as_py()
-        if found == column or (found.lower() == column.lower() and not found.isupper()):
-            return row
-    return None
-
-
-def _fasta(unit: Unit) -> Iterator[pa.Array]:
-    cleaner = _cleaner(unit)
-    for lines in read_fasta_lines(local_path(unit), max_record=unit.file.content.longest, cleaner=cleaner):
-        yield columns(lines).column("text")
-    _report(str(unit), unit, cleaner)
-
-
-def _column(unit: Unit, names: list[str]) -> str:
+def column_among(unit: Unit, names: list[str]) -> str:
     content = unit.file.content
     if (column := column_named(names, content.columns)) is not None:
         return column
@@ -221,12 +118,12 @@ def _column(unit: Unit, names: list[str]) -> str:
     raise UserError(f"{unit}: no column {' or '.join(content.columns)}, only {found}: {content.other_column}")
 
 
-def _block_bytes(unit: Unit) -> int:
+def block_bytes(unit: Unit) -> int:
     """Block size of a parser: a row must fit in it."""
     return max(BLOCK_BYTES, unit.file.content.longest)
 
 
-def _open(file: File):
+def open_file(file: File):
     """A seekable binary file."""
     if not file.path.startswith(REMOTE):
         return pa.memory_map(file.path)
@@ -239,7 +136,7 @@ def _open(file: File):
 def open_stream(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The raw file, whose position shows the progress of reading, and its decompressed bytes."""
     if file.path.startswith(REMOTE):
-        raw = io.BufferedReader(_open(file))
+        raw = io.BufferedReader(open_file(file))
     else:
         check_file(Path(file.path), file.path)
         raw = open(file.path, "rb")  # noqa: SIM115
@@ -263,24 +160,30 @@ ROW_BITS = 40  # a record's number is unit << ROW_BITS | row
 
 
 def units_of(files: tuple[File, ...], wanted: int) -> list[Unit]:
-    """The units of some files: the files if there are at least `wanted`, else row groups of parquet files."""
+    """The units of some files: the files if there are at least `wanted`, else their row groups, of those with some."""
     if len(files) >= wanted:
         return [Unit(file) for file in files]
-    units = []
-    for file in files:
-        groups = range(len(row_counts(file))) if file.kind == "parquet" else [None]
-        units += [Unit(file, group) for group in groups]
-    return units
+    return [unit for file in files for unit in _row_groups(file)]
+
+
+def _row_groups(file: File) -> list[Unit]:
+    if not has_row_groups(file):
+        return [Unit(file)]
+    return [Unit(file, group) for group in range(len(row_counts(file)))]
+
+
+def has_row_groups(file: File) -> bool:
+    """Whether the format has parts that can be read alone, and says how many rows each has."""
+    return hasattr(reader_of(file), "row_counts")
 
 
 def row_counts(file: File) -> list[int]:
-    """Rows in each row group of a parquet file, with retries."""
+    """Rows in each row group of a file that has some, with retries."""
     retries = _retries(file)
     while True:
         try:
-            with _reporting(file.path), _open(file) as handle:
-                metadata = pq.read_metadata(handle)
-                return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+            with _reporting(file.path):
+                return reader_of(file).row_counts(file)
         except _Network as trouble:
             retries.wait_after(trouble.error)
 
@@ -332,18 +235,18 @@ def read_sequences(
     if unit.file.kind == "fasta":  # cleaned as it is parsed, where records have names
         yield from (characters(text) for text in read_rows(unit, first_row, wait_s))
         return
-    cleaner, row = _cleaner(unit), first_row
+    cleaner, row = cleaner_of(unit), first_row
     for text in read_rows(unit, first_row, wait_s):
         data, offsets, refused = cleaner(*characters(text), lambda number, row=row: f"row {row + number + 1:,}")
         cleaner.changes.empty += int(np.count_nonzero(np.diff(offsets) == 0)) - len(refused)
         row += len(text)
         if str(unit) not in _told:  # not only at the end: a file may be long
-            _report(f"{unit}, rows {first_row + 1:,} to {row:,}", unit, cleaner)
+            report(f"{unit}, rows {first_row + 1:,} to {row:,}", unit, cleaner)
         yield data, offsets
-    _report(str(unit), unit, cleaner)
+    report(str(unit), unit, cleaner)
 
 
-def _cleaner(unit: Unit) -> Cleaner:
+def cleaner_of(unit: Unit) -> Cleaner:
     content = unit.file.content
     return Cleaner(str(unit), content.gaps, BadRecords(content.on_bad_record), is_alignment(unit.file.path))
 
@@ -351,7 +254,7 @@ def _cleaner(unit: Unit) -> Cleaner:
 _told: dict[str, list] = {}  # what this process has reported of each unit: every epoch reads it again
 
 
-def _report(where: str, unit: Unit, cleaner: Cleaner) -> None:
+def report(where: str, unit: Unit, cleaner: Cleaner) -> None:
     """Log what was changed and skipped, unless there is nothing new."""
     state = cleaner.state
     if state != Cleaner("").state and state not in _told.setdefault(str(unit), []):

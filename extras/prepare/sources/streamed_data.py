@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +20,8 @@ from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.prepare.sources.dataset import File, Source, check_same_files, held_out_files, open_source, with_contents
 from extras.prepare.sources.formats import Content, proteins
-from extras.prepare.sources.hub import REMOTE
-from extras.prepare.sources.sequence_files import (
-    Unit,
-    check_columns,
-    local_path,
-    open_stream,
-    read_sequences,
-    row_counts,
-    units_of,
-)
+from extras.prepare.sources.record_counts import count_records
+from extras.prepare.sources.sequence_files import check_columns, read_sequences, units_of
 from extras.prepare.sources.streams import LONG_PROTEIN, StreamedOrder, check_divisible, plan_streams
 
 logger = logging.getLogger(__name__)
@@ -257,69 +245,3 @@ def _find_dataset(flags: DataFlags, makers: Makers, content: Content) -> Source:
             f"--dataset {dataset}: a built-in name, but ./{dataset} exists too: rename it, or give ./{dataset}"
         )
     return open_source(str(make()) if make else dataset, flags.streaming, content=content)
-
-
-# Estimate the number of records of files, an epoch, without reading them all.
-
-HEAD_BYTES = 16 << 20  # decompressed, of a text file: shorter files are counted, of longer ones this is a sample
-CHUNK_BYTES = 1 << 16
-SAMPLED_TEXTS = 8  # files; the others are assumed to have as many records a byte
-SAMPLED_REMOTE = 4  # the Hub limits the rate of requests
-
-
-def count_records(files: tuple[File, ...]) -> int:
-    """Records of some files, rows without a protein included. Exact for local parquet files, and for other files of
-    up to 16 MiB each (decompressed), if there are at most 8 or they have at most 16 MiB in all; else extrapolated from
-    the beginning of some of them. The same on every call and machine."""
-    parquet = [file for file in files if file.kind == "parquet"]
-    texts = [file for file in files if file.kind != "parquet"]
-    remote = [file for file in parquet if file.path.startswith(REMOTE)]
-    local = [file for file in parquet if not file.path.startswith(REMOTE)]
-    with ThreadPoolExecutor(8) as pool:
-        exact = sum(pool.map(_num_rows, local))
-    if any(file.path.startswith(REMOTE) for file in texts):  # each is a request
-        most = 1
-    else:
-        most = len(texts) if sum(file.size for file in texts) <= HEAD_BYTES else SAMPLED_TEXTS
-    sampled = _spread(remote, SAMPLED_REMOTE), _spread(texts, most)
-    return exact + _extrapolated(remote, sampled[0], _num_rows) + _extrapolated(texts, sampled[1], _count_text)
-
-
-def _num_rows(file: File) -> int:
-    return sum(row_counts(file))
-
-
-def _spread(files: list[File], most: int) -> list[File]:
-    count = min(len(files), most)
-    return [files[i * len(files) // count] for i in range(count)]
-
-
-def _extrapolated(files: list[File], sampled: list[File], count) -> int:
-    found, size = sum(map(count, sampled)), sum(file.size for file in sampled)
-    return round(found * (sum(file.size for file in files) / max(size, 1)))
-
-
-def _count_text(file: File) -> float:
-    if file.kind == "fasta":
-        file = replace(file, path=local_path(Unit(file)))
-    with open_stream(file) as (raw, stream):
-        head, known = bytearray(), (0, 0)
-        at = raw.tell()
-        while len(head) < HEAD_BYTES and (chunk := stream.read(CHUNK_BYTES)):
-            if at and raw.tell() != at:  # the decompressor read more: it has used what it had before
-                known = len(head), at
-            head += chunk
-            at = raw.tell()
-        if len(head) < HEAD_BYTES:
-            return _records(file.kind, head.splitlines())
-        unpacked, read = known if known[0] else (len(head), at)
-        return _records(file.kind, head[:unpacked].splitlines()) * (raw.seek(0, os.SEEK_END) / read)
-
-
-def _records(kind: str, lines: Iterable[bytes]) -> int:
-    if kind == "fasta":  # alignments too
-        return sum(line.startswith(b">") for line in lines)
-    if kind == "text":
-        filled = [bool(line.strip()) for line in lines]
-        return sum(now and not before for before, now in zip([False, *filled], filled, strict=False))
-    return max(0, sum(bool(line.strip()) for line in lines) - (kind == "csv"))

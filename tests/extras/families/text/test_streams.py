@@ -50,7 +50,7 @@ def test_window_is_independent_of_read_blocks(tmp_path, monkeypatch):
     table = pa.table({"text": texts(200)})
     pa.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=500)
     packs = [ids.tolist() for _, ids, _ in islice(plan_of(tmp_path, 1).stream(0), 60)]
-    monkeypatch.setattr("extras.prepare.sources.sequence_files.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("extras.prepare.sources.parquet_texts.ROWS_AT_ONCE", 7)
     assert [ids.tolist() for _, ids, _ in islice(plan_of(tmp_path, 1).stream(0), 60)] == packs
 
 

@@ -10,8 +10,8 @@ from common.cli import UserError
 from extras.after.inference.mutation_tables import read_rows as read_table
 from extras.prepare.sources.dataset import open_source
 from extras.prepare.sources.formats import proteins
+from extras.prepare.sources.record_counts import count_records
 from extras.prepare.sources.sequence_files import read_sequences, units_of
-from extras.prepare.sources.streamed_data import count_records
 
 FASTA = b">one\nMKVLAG\n>two\nMKV\n"
 # As UniProt writes it: no quoting.
