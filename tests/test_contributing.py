@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import shutil
 from pathlib import Path
@@ -9,15 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.typed import blocks, sh
-
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-
-
-def examples(heading: str) -> list[str]:
-    """The Python of a section."""
-    (section,) = re.findall(rf"^### {heading}.*?(?=^##)", PAGE, re.DOTALL | re.MULTILINE)
-    return blocks(section, "python")
+from tests.typed import contributing, sh
 
 
 @pytest.fixture
@@ -41,8 +34,15 @@ def printed_by(checkout: Path, program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_table_names_every_section():
+    _, _, section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## How to add\n")
+    listed = re.findall(r"^\| \[(.*)\]\(#(.*)\) \|", section, re.MULTILINE)
+    headings = re.findall(r"^### (.*)", section, re.MULTILINE)
+    assert listed == [(name, name.lower().replace(" ", "-")) for name in headings]
+
+
 def test_schedule_is_one_function(checkout):
-    (function,) = examples("A schedule")
+    (function,) = contributing("A schedule")
     insert(checkout / "common/training/schedule.py", f"{function}\n\n", "# ---- flags and lengths")
     found = printed_by(
         checkout,
@@ -71,7 +71,7 @@ for task in ("mlm", "clm"):
 
 
 def test_number_format_is_one_file_and_one_line(checkout):
-    module, line = examples("A number format")
+    module, line = contributing("A number format")
     (checkout / "extras/formats/rows.py").write_text(module)
     insert(checkout / "extras/catalogue.py", line, '        "mxfp8": ')
     found = printed_by(
@@ -100,3 +100,42 @@ print(values.dtype, (values * scale).round().int().tolist())
     # Each row's largest value becomes 448; 100 lies between 96 and 104, and goes to the even mantissa.
     assert found[0].strip() == "1       FP8, a scale a row, hybrid"
     assert found[1] == "torch.float32 [[448, 96, -3], [1344, 288, 9]]"
+
+
+def test_data_format_is_one_file_and_one_line(checkout):
+    module, line = contributing("A data format")
+    (checkout / "extras/prepare/sources/uniprot_flat.py").write_text(module)
+    insert(checkout / "extras/prepare/sources/formats.py", line, '    "parquet": ')
+    record = "ID   {0}   Reviewed;   13 AA.\nSQ   SEQUENCE   13 AA;\n     MLAGVSERTI {1}\n     DPK\n//\n"
+    whole = "".join(record.format(f"P{n}", "KQN"[n % 3]) for n in range(2_000))
+    (checkout / "long.dat").write_text(whole)
+    (checkout / "two.dat.gz").write_bytes(gzip.compress("".join(record.format(n, n) for n in "AC").encode()))
+    (checkout / "cut.dat").write_text(whole[:-4])
+    found = printed_by(
+        checkout,
+        """
+import pyarrow as pa
+from common.cli import UserError
+from extras.prepare.sources import record_counts
+from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.sequence_files import Unit, check_columns, read_sequences
+
+def files_of(name):
+    return open_source(name, False).splits["train"]
+
+for name in ("two.dat.gz", "cut.dat"):
+    check_columns(files_of(name))
+    try:
+        rows = list(read_sequences(Unit(files_of(name)[0]), 0))
+        print(*(text.tobytes().decode() for text, offsets in rows), record_counts.count_records(files_of(name)))
+    except UserError as error:
+        print(error)
+print(record_counts.count_records(files_of("long.dat")))
+record_counts.HEAD_BYTES = record_counts.CHUNK_BYTES
+print(record_counts.count_records(files_of("long.dat")))
+""",
+    )
+    assert found[0] == "MLAGVSERTIADPK MLAGVSERTICDPK 2"
+    assert found[1].endswith("cut.dat: its last record has no end: fetch it again")
+    assert found[2] == "2000"
+    assert float(found[3]) == pytest.approx(2000, rel=0.02)

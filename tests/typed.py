@@ -44,6 +44,13 @@ def blocks(text: str, language: str) -> list[str]:
     return [block for said, block in fenced if said == language]
 
 
+def contributing(heading: str) -> list[str]:
+    """The Python of a section of CONTRIBUTING.md's "How to add"."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (section,) = re.findall(rf"^### {heading}\n.*?(?=^##|\Z)", page, re.DOTALL | re.MULTILINE)
+    return blocks(section, "python")
+
+
 def join_lines(command: str) -> str:
     return command.replace("\\\n", " ")
 

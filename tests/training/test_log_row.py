@@ -13,24 +13,17 @@ import torch
 from common.data.loader import StepCounts
 from common.distributed.world import World
 from common.training import log_row
-from common.training.log_row import FIELDS, SUM, Field, RowWindow, Shown, StepRecord, StepResult
+from common.training.log_row import FIELDS, RowWindow, StepRecord, StepResult
 from common.training.progress import TrainerState
 from extras.publish.trackers import grouped
 from tests.data_fixtures import load_script
 from tests.live_runs import trajectory
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
+from tests.typed import contributing
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 KILLED = {"max_steps": 11, "logging_steps": 5, "save_steps": 4, "save_final_model": False}
-TARGETS = Field(
-    "targets",
-    "targets",
-    "since the last row, of all ranks",
-    lambda step: step.counts.num_targets,
-    over=SUM,
-    log=Shown(16, "targets: {targets}"),
-    terminal=Shown(10, "targets {targets:,}", rank=9),
-)
+TARGETS = eval(f"[{contributing('A key of the logged row')[0]}]", vars(log_row))[0]
 
 
 def record(state: TrainerState, loss: float = 2.0, **more) -> StepRecord:
