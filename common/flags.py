@@ -20,13 +20,14 @@ from common.cli import UserError, is_first_on_node, one_line
 from common.cli_help import LEVELS, FlagSpec, did_you_mean, help_text
 
 T = TypeVar("T")
+Choices = Iterable[str] | Callable[[], Iterable[str]]
 
 
-def flag(default, text: str, *aliases: str, choices: Iterable[str] | Callable[[], Iterable[str]] = ()):
+def flag(default, text: str | Callable[[], str], *aliases: str, choices: Choices = ()):
     """A field of a dataclass of flags: its default, its line of help, and other names of it on a command line.
 
-    choices: all values but None that it may have once `Flags.resolve` is done; empty: any. A function of them, where
-    extras name them.
+    choices: all values but None that it may have once `Flags.resolve` is done; empty: any. A function of them, and of
+    the help, where extras name them.
     """
     names = [f"--{name}" for name in aliases]
     choices = choices if callable(choices) else tuple(choices)
@@ -244,6 +245,7 @@ def flag_specs(args: Any) -> list[FlagSpec]:
                 continue
             metadata = each.metadata | (dict(changed[each.name].metadata) if each.name in changed else {})
             text = metadata.get("help") or each.metadata.get("help", "")
+            text = text() if callable(text) else text
             choices = metadata.get("choices") or each.metadata.get("choices", ())
             choices = tuple(choices()) if callable(choices) else choices
             level = next((level for level, names in named.items() if each.name in names), "")

@@ -8,7 +8,19 @@ its flags ask for, and no others. The core calls `extra().NAME(...)`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+
+class FamilyLine(NamedTuple):
+    """A family's line in the registry, which --help shows without importing the family.
+
+    module: defines FAMILY; of an encoder, hub_names: of its sizes on the Hub, known by what stands before the `*`;
+    about: what it is, and its size if --model_type alone is given.
+    """
+
+    module: str
+    hub_names: str = ""
+    about: str = ""
 
 
 class Catalogue(Protocol):
@@ -33,11 +45,8 @@ class Catalogue(Protocol):
 
     # ---- models ----
 
-    def families(self) -> dict[str, str]:
-        """config.json's model_type: the module that defines FAMILY."""
-
-    def hub_names(self) -> dict[str, str]:
-        """Beginning of names on the Hub: their model_type."""
+    def families(self) -> dict[str, FamilyLine]:
+        """config.json's model_type: its family."""
 
     def esm2_layers(
         self, args: Any, config: Any, backend: str, gelu: str, world: Any, make: Any

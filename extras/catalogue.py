@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.hooks import FamilyLine
+
 # ---- arguments: the command line ----
 
 
@@ -43,16 +45,12 @@ def check_tokenizer(name: str) -> None:
 # ---- models ----
 
 
-def families() -> dict[str, str]:
+def families() -> dict[str, FamilyLine]:
     return {
-        **dict.fromkeys(("llama", "mistral", "mixtral"), "extras.families.decoders.family"),
-        "esmc": "extras.families.esmc.family",
-        "amplify": "extras.families.amplify.family",
+        **dict.fromkeys(("llama", "mistral", "mixtral"), FamilyLine("extras.families.decoders.family")),
+        "esmc": FamilyLine("extras.families.esmc.family", "biohub/ESMC-*-hf", "ESM C, the 300M if not named"),
+        "amplify": FamilyLine("extras.families.amplify.family", "chandar-lab/AMPLIFY_*", "AMPLIFY, the 120M"),
     }
-
-
-def hub_names() -> dict[str, str]:
-    return {"biohub/ESMC-": "esmc", "chandar-lab/AMPLIFY_": "amplify"}
 
 
 def esm2_layers(

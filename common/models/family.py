@@ -21,13 +21,14 @@ from common.cli import UserError
 from common.data import TokenSet
 from common.distributed.world import World
 from common.files.runs import resolve_directory
-from common.hooks import extra
+from common.hooks import FamilyLine, extra
 from common.models.layers.backend import Heads, check_device, choose_backend
 from common.models.layers.hf_directory import read_config
 from common.models.layers.residual import Model
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
-FAMILIES = {"esm": "common.models.esm2.family"}  # of the core; `families` has the extras', too
+# Of the core; `families` has the extras', too.
+FAMILIES = {"esm": FamilyLine("common.models.esm2.family", "facebook/esm2_*")}
 NO_STOCK = "transformers has no class for models of this family: it cannot be fine-tuned"
 
 
@@ -145,14 +146,14 @@ class BackendFamily(Family):
         return None
 
 
-def families() -> dict[str, str]:
-    """config.json's model_type, in lower case: the module that defines FAMILY."""
+def families() -> dict[str, FamilyLine]:
+    """config.json's model_type, in lower case: its family."""
     return FAMILIES | extra().families()
 
 
 def family_of(model_type: str) -> Family:
     """The family of a config.json's model_type. KeyError if there is none."""
-    return import_module(families()[str(model_type).lower()]).FAMILY
+    return import_module(families()[str(model_type).lower()].module).FAMILY
 
 
 def encoders() -> list[str]:
@@ -167,7 +168,8 @@ def encoder_family(name: str, model_type: str | None = None) -> Family:
     ESM-2's loader reports what is wrong with a directory that no family can read.
     """
     if not Path(name).is_dir():
-        known = (kind for beginning, kind in extra().hub_names().items() if name.startswith(beginning))
+        listed = ((kind, line.hub_names.partition("*")[0]) for kind, line in families().items())
+        known = (kind for kind, beginning in listed if beginning and name.startswith(beginning))
         return family_of(next(known, model_type or "esm"))
     try:
         family = family_of(read_config(resolve_directory(name) / "config.json")["model_type"])

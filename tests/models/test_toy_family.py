@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 
 from common.cli import UserError
 from common.files.safe_files import read_json_lines
+from common.flags import flag_specs
+from common.hooks import FamilyLine
+from common.models.esm2.family import ModelFlags
 from common.models.family import FAMILIES, encoder_family, family_of
 from tests.forked import run_script
 from tests.models.toy_family.family import TOKENS, ToyConfig
 
-REGISTERED = FAMILIES | {"toy": "tests.models.toy_family.family"}
+REGISTERED = FAMILIES | {"toy": FamilyLine("tests.models.toy_family.family", about="8 tokens")}
 SIZES = {"train": 64, "validation": 16, "test": 16}
 
 
@@ -40,6 +43,15 @@ def toy(tmp_path):
     }
     DatasetDict(splits).save_to_disk(data)
     return model, data
+
+
+def test_family_is_in_the_help_without_its_module(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "new", FamilyLine("no.such_module", "lab/New_*-hf", "New, the 5M"))
+    shown = {spec.name: spec.help for spec in flag_specs(ModelFlags())}
+    assert "facebook/esm2_*, lab/New_*-hf, biohub/ESMC-*-hf" in shown["config_name"]
+    assert shown["model_type"].startswith("new (New, the 5M), esmc (")
+    with pytest.raises(ModuleNotFoundError):
+        encoder_family("lab/New_5M-hf")
 
 
 def train(model, data, output, **flags):

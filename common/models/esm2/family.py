@@ -77,13 +77,18 @@ class ModelFlags(BackendFlags):
 
     config_name: str | None = flag(
         None,
-        "The model to train from random weights, of a size for your data (docs/sizes.md): facebook/esm2_*, "
-        "biohub/ESMC-*-hf, chandar-lab/AMPLIFY_* (built in), a directory with config.json, a Hub name.",
+        lambda: (
+            "The model to train from random weights, of a size for your data (docs/sizes.md): "
+            f"{', '.join(line.hub_names for line in families().values() if line.hub_names)} (built in), a directory "
+            "with config.json, a Hub name."
+        ),
     )
     model_type: str | None = flag(
         None,
-        "esmc (ESM C, the 300M if not named), amplify (AMPLIFY, the 120M) or esm. Default: what config.json or the "
-        "name says (docs/models.md).",
+        lambda: (
+            f"{', '.join(f'{kind} ({line.about})' for kind, line in families().items() if line.about)} or esm. "
+            "Default: what config.json or the name says (docs/models.md)."
+        ),
     )
     config_overrides: str | None = flag(
         None, "For another size: change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."

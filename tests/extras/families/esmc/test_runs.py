@@ -128,6 +128,7 @@ def test_esmc_with_muon_equals_one_process(dataset, tmp_path):
         ({"backend": "hf"}, "--backend hf: is of ESM-2 only"),
         ({"backend": "te"}, "it needs an NVIDIA GPU, and this run is on a CPU"),
         ({"model_type": "esm"}, "--model_type esm: biohub/ESMC-300M-hf is of another family"),
+        ({"model_type": "esmc", "config_name": "facebook/esm2_t6_8M_UR50D"}, "_8M_UR50D is of another family"),
         ({"model_type": "llama", "task": "mlm"}, "--model_type llama: is no encoder here: choose esm, esmc"),
         ({"config_overrides": "vocab_size=33"}, "vocab_size is 33, ESM C here has 64"),
         ({"eval_contacts": "here", "do_eval": True}, "--eval_contacts: ESM C has no contact head in transformers"),
