@@ -56,14 +56,14 @@ def families() -> dict[str, FamilyLine]:
 def esm2_layers(
     args: Any, config: Any, backend: str, gelu: str, world: Any, make: Callable[[], Any]
 ) -> tuple[Callable[[], Any], list[str | None]]:
-    from common.models.layers.backend import STOCK
+    from common.models.layers.backend import HF_BACKENDS
 
     said: list[str | None] = []
-    if backend in STOCK:
+    if backend in HF_BACKENDS:
         import extras.interop.hf_backend
 
         said.append(extras.interop.hf_backend.check(args, world))
-        make = partial(extras.interop.hf_backend.StockEsm, config, STOCK[backend])
+        make = partial(extras.interop.hf_backend.StockEsm, config, HF_BACKENDS[backend])
     if args.model.fused_gelu:
         import extras.speed.fused_gelu
 

@@ -23,7 +23,7 @@ from common.hooks import extra
 from common.shape_buckets import filled_up, predicted_positions
 
 IGNORE = -100  # label of a token without loss: the default ignore_index of torch's cross-entropy
-FATE = 0x5851F42D4C957F2D  # derives the hash that decides between <mask>, random and unchanged
+MASK_KIND_KEY = 0x5851F42D4C957F2D  # derives the hash that decides between <mask>, random and unchanged
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def mask_tokens(
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[selected] = ids[selected]
 
-    fate = mix(hashes[selected] ^ np.uint64(FATE))
-    which, residue = fate >> np.uint64(32), fate & np.uint64(0xFFFFFFFF)
+    kinds = mix(hashes[selected] ^ np.uint64(MASK_KIND_KEY))
+    which, residue = kinds >> np.uint64(32), kinds & np.uint64(0xFFFFFFFF)
     replacements = np.array(tokens.replacements, np.uint8)
     amino_acids = replacements[(residue * np.uint64(len(replacements))) >> np.uint64(32)]
     masked_below = np.uint64(rates.mask_replace_prob * 2**32)

@@ -205,16 +205,16 @@ def packs_per_step(flags: BatchFlags, mesh: Mesh, pack_tokens: int, saved: int |
 
 
 def masked_batches(
-    flags: DataFlags, tokens: TokenSet, mesh: Mesh, total_steps: int = 1, one_shape: bool = False
+    flags: DataFlags, tokens: TokenSet, mesh: Mesh, total_steps: int = 1, static_shape: bool = False
 ) -> Collator:
     """The collator of a rank for masked language modelling: of whole packs, or of its slices of them.
 
-    total_steps: of the run; one_shape: fills all batches up to the same shape (`FillingCollator`).
+    total_steps: of the run; static_shape: fills all batches up to the same shape (`FillingCollator`).
     """
     replaced = flags.mask_replace_prob, flags.random_replace_prob
     rates = MaskRates(flags.mlm_probability, *replaced, flags.mlm_probability_end, total_steps)
     collator = MaskingCollator(tokens, flags.seed, rates)
-    filled_to = flags.pack_tokens if one_shape else 0
+    filled_to = flags.pack_tokens if static_shape else 0
     return rank_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.mlm_probability)
 
 
@@ -225,9 +225,9 @@ def held_out_masks(flags: DataFlags, tokens: TokenSet) -> MaskingCollator:
     return MaskingCollator(tokens, EVAL_SEED, MaskRates(flags.eval_mlm_probability, hidden, (1 - hidden) / 2))
 
 
-def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh, one_shape: bool = False) -> Collator:
+def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh, static_shape: bool = False) -> Collator:
     """As `masked_batches`, with `held_out_masks`."""
-    filled_to = flags.held_out_tokens if one_shape else 0
+    filled_to = flags.held_out_tokens if static_shape else 0
     asked = held_out_masks(flags, tokens)
     return rank_batches(asked, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.eval_mlm_probability)
 

@@ -101,7 +101,7 @@ class Family(ABC):
         sum of squared lengths.
         """
 
-    def of_stock(self, model: Any) -> tuple[Any, Pieces]:
+    def from_transformers(self, model: Any) -> tuple[Any, Pieces]:
         """(our configuration, our parameters) of transformers' model (mlm). UserError if it has no class for them."""
         raise UserError(NO_STOCK)
 

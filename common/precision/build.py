@@ -92,7 +92,7 @@ class Precision:
         if self.stats:
             self.stats.begin_pack(empty)
 
-    def add_unseen(self, value: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    def fold_hidden_nan(self, value: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
         """See `Quantiser.nonfinite`."""
         if not self.quantiser:
             return value

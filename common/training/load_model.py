@@ -73,12 +73,12 @@ def load_model(
             extra().context_parallel(model, world.cp_group, args.model.cp_comm_type)
         # For a new shape a GPU's libraries select kernels again, and its allocator takes memory. On a CPU fillers
         # would only cost time.
-        one_shape = world.device.type == "cuda" and args.data.packing and getattr(model, "takes_fillers", False)
+        static_shape = world.device.type == "cuda" and args.data.packing and getattr(model, "takes_fillers", False)
         if graphs := args.strategy.replays_layers and not world.is_dry_run:
             quantised, bf16 = plan is not None, args.precision.bf16
-            check_cuda_graphs(world, backend, compiled, one_shape, quantised, bf16)
+            check_cuda_graphs(world, backend, compiled, static_shape, quantised, bf16)
         if compiled:
-            compile_layers(model, world.device.type, one_shape=one_shape, cuda_graphs=graphs)
+            compile_layers(model, world.device.type, static_shape=static_shape, cuda_graphs=graphs)
     if shard is not None:
         shard(model)
     extras = {}
@@ -104,7 +104,7 @@ def load_model(
                 keep_addresses(rounded.copies)
     remarks = (*choice.remarks, *([remark] if remark else []))
     chosen = {"attention": choice.attention, "bf16_residual": choice.bf16_residual}
-    built = BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, one_shape=one_shape, **chosen)
+    built = BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, static_shape=static_shape, **chosen)
     if graphs and backend == "te":
         from common.training.parse import task_of
 

@@ -113,7 +113,8 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         return masked_batches(self.flags.data, self.family.tokens, self.world.mesh)(pack, ids)
 
     def collator(self, total_steps: int) -> Collator:
-        return masked_batches(self.flags.data, self.family.tokens, self.world.mesh, total_steps, self.built.one_shape)
+        tokens, static_shape = self.family.tokens, self.built.static_shape
+        return masked_batches(self.flags.data, tokens, self.world.mesh, total_steps, static_shape)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -126,7 +127,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> Evaluation:
         store, beside = self.data.held_out(split), self.baselines(split, prefix)
-        settings = self.bf16, self.built.one_shape
+        settings = self.bf16, self.built.static_shape
         where, has_bar = (self.flags.data, self.world, prefix, step), not self.flags.log.disable_tqdm
         results, losses = evaluate(model, store, self.family.tokens, *where, *settings, has_bar)
         if losses is None:
@@ -173,12 +174,12 @@ def evaluate(
     prefix: str = "eval",
     step: int = 0,
     bf16: bool = False,
-    one_shape: bool = False,
+    static_shape: bool = False,
     has_bar: bool = False,
 ) -> Evaluation:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`,
     with the results of `SelectedSums`."""
-    made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, one_shape), world)
+    made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, static_shape), world)
     also = SelectedSums(len(store), tokens.mask, world.device)
     sequences = len(store) if has_bar else None
     return held_out_results(model, made, world, prefix, step, bf16, "selected_tokens", also, sequences)

@@ -150,7 +150,7 @@ class Stepper:
         world.watch.mark("loss", step + 1)
         # `norm - norm` is 0, or NaN if the norm is not finite. Adding it to the loss all-reduce spreads one rank's NaN
         # to all ranks without another collective.
-        nan = self.precision.add_unseen(norm - norm, self.optimizer)
+        nan = self.precision.fold_hidden_nan(norm - norm, self.optimizer)
         coming = coming.to(world.device, non_blocking=True)
         sums = world.sum(torch.cat([torch.stack([loss, nan]).double(), coming]))
         loss = sums[0].float() / max(counts.num_targets, 1)

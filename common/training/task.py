@@ -38,7 +38,7 @@ class BuiltModel:
 
     model: not wrapped by a strategy; remarks: for the log; extras: tensors of a Hub checkpoint that are not trained
     but exported again; compiled: whether the layers are, by torch.compile; attention: the flash-attention kernels, ""
-    without; one_shape: whether batches are filled up to one shape.
+    without; static_shape: whether batches are filled up to one shape.
     """
 
     model: Model
@@ -50,7 +50,7 @@ class BuiltModel:
     compiled: bool = False
     attention: str = ""
     bf16_residual: bool | None = None
-    one_shape: bool = False
+    static_shape: bool = False
 
     @property
     def config(self) -> Any:

@@ -102,7 +102,7 @@ def test_filling_collator_adds_fillers_then_empty_sequences():
 
 def test_evaluation_masks_fill_up_to_their_own_size():
     flags = DataFlags(max_seq_length=256, per_device_eval_batch_size=3, tokens_per_pack=4096)
-    collator = evaluation_masks(flags, ESM2_TOKENS, Mesh(), one_shape=True)
+    collator = evaluation_masks(flags, ESM2_TOKENS, Mesh(), static_shape=True)
     assert len({shape_of(collator(*pack)) for pack in packs(768, 256, 20)}) == 1
     assert len(collator(Pack.empty(), np.zeros(0, np.uint8))["input_ids"]) == 768
 
@@ -148,10 +148,10 @@ def test_filled_packs_are_one_graph():
 
     config = esm2_config(layers=2, hidden_size=64, heads=4)
     plain, compiled = build_model(config, seed=1), build_model(config, seed=1)
-    compile_layers(compiled, "cpu", counting, one_shape=True)
+    compile_layers(compiled, "cpu", counting, static_shape=True)
     flags = DataFlags(max_seq_length=512, tokens_per_pack=1024)
     collators: list[Collator] = [MaskingCollator(ESM2_TOKENS, flags.seed)]
-    collators.append(masked_batches(flags, ESM2_TOKENS, Mesh(), one_shape=True))
+    collators.append(masked_batches(flags, ESM2_TOKENS, Mesh(), static_shape=True))
     for number, pack in enumerate(packs(1024, 512, 50)):
         as_it_is, filled = (collate(*pack) for collate in collators)
         ours = loss_and_gradients(compiled, filled)

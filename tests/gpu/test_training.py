@@ -72,7 +72,7 @@ def test_filled_packs_equal_fp32_on_the_cpu(cuda_graphs):
     """Three steps of two micro-batches, compiled for one shape; bf16 as above."""
     config, world = esm2_config(3, 320, 20), World(0, 0, 1, torch.device("cuda"))
     exact, model = build_model(config, seed=0), build_model(config, seed=0, device="cuda")
-    compile_layers(model, "cuda", one_shape=True, cuda_graphs=cuda_graphs)
+    compile_layers(model, "cuda", static_shape=True, cuda_graphs=cuda_graphs)
     strategy = replicate(model, world, ReplicaFlags(cuda_graphs=cuda_graphs))
     for step in range(3):
         for number in range(2):

@@ -44,7 +44,7 @@ def test_cache_by_cpu_separates_operator_versions(monkeypatch, tmp_path):
 
 
 RECORDED = {"device": "cuda", "cp_size": 1, "backend": "torch"}
-RECORDED |= {"compiled": True, "one_shape": True, "quantised": False, "bf16": True}
+RECORDED |= {"compiled": True, "static_shape": True, "quantised": False, "bf16": True}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ RECORDED |= {"compiled": True, "one_shape": True, "quantised": False, "bf16": Tr
         ({"backend": "te", "compiled": False}, None),
         ({"backend": "te", "bf16": False}, "--backend te records layers in bf16: add --bf16"),
         ({"compiled": False}, "not compiled have none: drop --torch_compile False"),
-        ({"one_shape": False}, "no single shape: drop --pad_to_max_length"),
+        ({"static_shape": False}, "no single shape: drop --pad_to_max_length"),
         ({"cp_size": 2}, "with --cp_size .*: drop one of the two"),
         ({"quantised": True}, "drop --fp8, --fp4, or the flag"),
     ],
@@ -91,11 +91,11 @@ def test_cuda_graphs_reach_the_compiler():
 
     pack = packed(random_batch([64, 64]))
     model, other = (build_model(esm2_config(1, 64, 4), seed=1) for _ in range(2))
-    compile_layers(model, "cuda", compiler, one_shape=True, cuda_graphs=True)
+    compile_layers(model, "cuda", compiler, static_shape=True, cuda_graphs=True)
     before = MarkStepBox.mark_step_counter
     for _ in range(3):
         model(**pack)
     assert given == [{"triton.cudagraphs": True}]
     assert abs(MarkStepBox.mark_step_counter - before) == 3
-    compile_layers(other, "cuda", one_shape=True, cuda_graphs=True)  # Inductor refuses options that it does not know
+    compile_layers(other, "cuda", static_shape=True, cuda_graphs=True)  # Inductor refuses unknown options
     torch._dynamo.reset()

@@ -20,12 +20,12 @@ from common.hooks import extra
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config
 from common.models.family import BackendFamily, Family, ModelSpec, encoder_family, encoders, families, family_of
-from common.models.layers.backend import STOCK, BackendFlags, Heads
+from common.models.layers.backend import HF_BACKENDS, BackendFlags, Heads
 from common.models.layers.config_base import override
 from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
-ONLY_GELU = {"te": "tanh", **dict.fromkeys(STOCK, "exact")}  # backends with one kind
+ONLY_GELU = {"te": "tanh", **dict.fromkeys(HF_BACKENDS, "exact")}  # backends with one kind
 
 
 def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[str, str | None]:
@@ -157,7 +157,7 @@ class EncoderFamily(BackendFamily):
         of_esm2 = {"gelu": flags.gelu, "fused_gelu": flags.fused_gelu, "tokenizer_name": flags.tokenizer_name}
         for name in (name for name, given in of_esm2.items() if given):
             raise UserError(f"--{name}: is of ESM-2 only, and this is {self.title}: drop the flag")
-        if flags.backend in STOCK:
+        if flags.backend in HF_BACKENDS:
             raise UserError(f"--backend {flags.backend}: is of ESM-2 only: choose auto, te, torch")
 
     def configuration(self, args: Any) -> tuple[Any, None]:
@@ -210,7 +210,7 @@ class Esm2(EncoderFamily):
         spec, flags, before = super().choose(args, world, torch_only, previous), args.model, previous.get("gelu")
         gelu, remark = choose_gelu(flags.gelu or (before if before in HIDDEN_ACT else None), spec.backend, spec.config)
         make, lines = spec.make, [remark]
-        if spec.backend in STOCK or flags.fused_gelu:
+        if spec.backend in HF_BACKENDS or flags.fused_gelu:
             make, said = extra().esm2_layers(args, spec.config, spec.backend, gelu, world, make)
             lines += said
         return replace(spec, gelu=gelu, remarks=(*spec.remarks, *(line for line in lines if line)), make=make)
@@ -229,7 +229,7 @@ class Esm2(EncoderFamily):
         head = 2 * targets * (hidden * hidden + hidden * len(TOKENS))
         return 3.0 * (per_token * tokens + attention + head)
 
-    def of_stock(self, model: Any) -> tuple[Any, Pieces]:
+    def from_transformers(self, model: Any) -> tuple[Any, Pieces]:
         config = Esm2Config.of(model.config.to_dict())
         return config, self.adapter.from_hf(model.state_dict(), config)[0]
 

@@ -19,8 +19,8 @@ from common.distributed.world import World
 from common.flags import Flags, flag
 from common.hooks import extra
 
-STOCK = {"hf": "sdpa", "hf_flash": "flash_attention_2"}  # {backend: attention of transformers' layers}
-BACKENDS = ("auto", "te", "torch", *STOCK)
+HF_BACKENDS = {"hf": "sdpa", "hf_flash": "flash_attention_2"}  # {backend: attention of transformers' layers}
+BACKENDS = ("auto", "te", "torch", *HF_BACKENDS)
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 KEPT_ON_RESUME = ("backend", "gelu", "bf16_residual")  # of `BuiltModel.implementation`, by a run that resumes
 FLASH_ATTENTION = ("auto", "fa2", "fa3", "fa4")
@@ -149,12 +149,12 @@ def choose_backend(
     torch_only: tuple[str, ...] = (),
     previous: str | None = None,
 ) -> tuple[str, str]:
-    """(`te`, `torch` or one of STOCK, why). UserError if --backend te cannot be had.
+    """(`te`, `torch` or one of HF_BACKENDS, why). UserError if --backend te cannot be had.
 
     torch_only: other flags that only the torch backend can honour: `auto` takes torch then, --backend te is an error.
     previous: the backend of the run that is resumed, which `auto` keeps.
     """
-    if flags.backend in ("torch", *STOCK):
+    if flags.backend in ("torch", *HF_BACKENDS):
         return flags.backend, f"--backend {flags.backend}"
     missing = te_missing(device)
     conflicts = [*torch_only, *flags.torch_only()]
@@ -164,7 +164,7 @@ def choose_backend(
         if conflicts:
             raise UserError(f"--backend te: {conflicts[0]} is the torch backend's: drop one of the two")
         return "te", "--backend te"
-    if previous and previous in ("torch", *STOCK):
+    if previous and previous in ("torch", *HF_BACKENDS):
         return previous, "as this run so far"
     if previous == "te" and (missing or conflicts):
         raise UserError(

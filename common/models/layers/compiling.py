@@ -25,13 +25,13 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 
 def compile_layers(
-    model: Model, device: str, backend: str = "inductor", *, one_shape: bool = False, cuda_graphs: bool = False
+    model: Model, device: str, backend: str = "inductor", *, static_shape: bool = False, cuda_graphs: bool = False
 ) -> None:
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too.
 
-    one_shape: all batches have one, which is compiled in; cuda_graphs: record and replay layers (`check_cuda_graphs`),
-    whose gradients are overwritten by the next replay (`Strategy.keep_gradients`). UserError on a CPU without a C++
-    compiler.
+    static_shape: all batches have one shape, which is compiled in; cuda_graphs: record and replay layers
+    (`check_cuda_graphs`), whose gradients are overwritten by the next replay (`Strategy.keep_gradients`). UserError on
+    a CPU without a C++ compiler.
     """
     if backend == "inductor" and device == "cpu":
         if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
@@ -44,7 +44,7 @@ def compile_layers(
     dynamo_config.optimize_ddp = False
     options = {"triton.cudagraphs": True} if cuda_graphs else None
     for layer in model.layers:
-        layer.compile(dynamic=not one_shape, backend=backend, options=options)
+        layer.compile(dynamic=not static_shape, backend=backend, options=options)
     if cuda_graphs:
         # What a pass leaves in the graphs' memory is free when the next begins. By itself torch takes every call of a
         # compiled layer for a new pass.
@@ -52,7 +52,7 @@ def compile_layers(
 
 
 def check_cuda_graphs(
-    world: World, backend: str, compiled: bool, one_shape: bool, quantised: bool, bf16: bool = True
+    world: World, backend: str, compiled: bool, static_shape: bool, quantised: bool, bf16: bool = True
 ) -> None:
     """UserError for --cuda_graphs where layers cannot be recorded, or nothing holds a replay to what they compute."""
     uncompiled = "layers that are not compiled have none: drop --torch_compile False, or the flag"
@@ -61,7 +61,7 @@ def check_cuda_graphs(
         f"--backend {backend} has none: choose --backend torch or te": backend not in ("torch", "te"),
         uncompiled: backend == "torch" and not compiled,
         "--backend te records layers in bf16: add --bf16, or drop the flag": backend == "te" and not bf16,
-        "packs have no single shape: drop --pad_to_max_length; a model with experts has none": not one_shape,
+        "packs have no single shape: drop --pad_to_max_length; a model with experts has none": not static_shape,
         "with --cp_size a layer's communication depends on the pack: drop one of the two": world.cp_size > 1,
         "number formats keep scales, which a pass changes: drop --fp8, --fp4, or the flag": quantised,
     }

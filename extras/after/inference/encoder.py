@@ -153,7 +153,7 @@ class Encoder:
             pieces, _ = family.adapter.read(flags.model_name_or_path, config)
         else:
             family = family_of(stock.config.model_type)
-            config, pieces = family.of_stock(stock)
+            config, pieces = family.from_transformers(stock)
         if not isinstance(family.tokens, Alphabet):
             raise UserError(f"{flags.model_name_or_path}: its family has no letters to encode proteins with")
         self.alphabet: Alphabet = family.tokens

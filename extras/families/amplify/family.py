@@ -26,7 +26,7 @@ class Amplify(EncoderFamily):
         head = config.hidden_size * ALPHABET.vocab_size
         return swiglu_flops(config, config.ffn_size, head, tokens, squared_lengths, targets)
 
-    def of_stock(self, model: Any) -> tuple[AmplifyConfig, Pieces]:
+    def from_transformers(self, model: Any) -> tuple[AmplifyConfig, Pieces]:
         return model.config, self.adapter.from_hf(model.tensors, model.config)[0]
 
 

@@ -11,7 +11,7 @@ from common.cli import UserError
 from common.files.runs import resolve_directory
 from common.flags import Missing, flag, with_flags
 from common.models.family import encoders
-from common.models.layers.backend import STOCK, BackendFlags
+from common.models.layers.backend import HF_BACKENDS, BackendFlags
 from common.training.arguments import RunArguments
 from common.training.optim import OptimizerFlags
 from common.training.schedule import Run, choices_of, phrases
@@ -91,7 +91,7 @@ class DecoderFlags(BackendFlags):
             raise UserError(
                 f"--model_type {self.model_type}: choose {', '.join(MODEL_TYPES)} (decoders), {', '.join(encoders())}"
             )
-        if self.backend in STOCK:
+        if self.backend in HF_BACKENDS:
             raise UserError(f"--backend {self.backend}: is of ESM-2 only: choose auto, te, torch")
         if self.model and self.model_name_or_path:
             raise UserError("--model (random weights) excludes --model_name_or_path (given weights)")

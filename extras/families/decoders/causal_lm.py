@@ -72,7 +72,7 @@ class CausalLM(Task[CausalArguments, TextData]):
         return causal_batches(self.flags.data, self.world.mesh, self._filled_to(self.flags.pack_tokens))
 
     def _filled_to(self, tokens: int) -> int:
-        return tokens if self.built.one_shape else 0
+        return tokens if self.built.static_shape else 0
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:

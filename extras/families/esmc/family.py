@@ -35,7 +35,7 @@ class Esmc(EncoderFamily):
         head = hidden * hidden + hidden * config.vocab_size
         return swiglu_flops(config, ffn, head, tokens, squared_lengths, targets)
 
-    def of_stock(self, model: Any) -> tuple[Any, Pieces]:
+    def from_transformers(self, model: Any) -> tuple[Any, Pieces]:
         config = EsmcConfig.of(model.config.to_dict())
         return config, self.adapter.from_hf(model.state_dict(), config)[0]
 

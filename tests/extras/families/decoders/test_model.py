@@ -296,7 +296,7 @@ def test_decoder_filled_packs_are_one_graph_and_change_nothing():
     config, random = tiny("llama3_1_8b"), np.random.default_rng(3)
     assert not ours(tiny("mistral_8x7b")).takes_fillers
     plain, compiled = ours(config), ours(config)
-    compile_layers(compiled, "cpu", backend="eager", one_shape=True)
+    compile_layers(compiled, "cpu", backend="eager", static_shape=True)
     flags = TextFlags(max_seq_length=48, per_device_train_batch_size=2, document_masks=True)
     collators = [causal_batches(flags, Mesh(), filled_to) for filled_to in (0, 96, 160)]
     for lengths in ([96], [10, 30, 8, 48], [48, 20], [1, 2, 3, 42]):
