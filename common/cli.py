@@ -113,7 +113,8 @@ def _say(line: str, quiet: bool = False) -> None:
 
 
 def owner_of_denied(error: OSError) -> str:
-    """Of a denied file: its owner, if that is another user, and in a container how to run as that user."""
+    """The end of an error line for a denied file: its owner if that is another user, and how to run as that user in a
+    container; else ""."""
     if not isinstance(error, PermissionError) or not isinstance(error.filename, str | os.PathLike):
         return ""
     path, me = Path(error.filename).absolute(), os.geteuid()

@@ -45,7 +45,7 @@ class Position:
 
 @dataclass(frozen=True)
 class PlanStatistics:
-    """Of one epoch: counts, fill (tokens / capacity), and whether every window was counted."""
+    """Packs and tokens of one epoch, fill (tokens / capacity), and whether every window was counted."""
 
     packs: int
     tokens: int

@@ -39,7 +39,7 @@ class TrainingData(Protocol):
 
     @property
     def num_examples(self) -> int | None:
-        """Of an epoch; None for streams."""
+        """Examples in an epoch; None for streams."""
 
     def total_steps(self, packs_per_step: PacksPerStep, step: int, position: dict) -> int:
         """Optimiser steps of the whole run, of which `step` led to `position`."""
@@ -67,7 +67,7 @@ class ProteinData(TrainingData, Protocol):
     """Data of masked language modelling."""
 
     def held_out(self, split: str) -> ProteinStore | None:
-        """As TrainingData."""
+        """The proteins of "validation", "test" or a set of --eval_dataset; None if there are none."""
 
     def clusters(self, split: str) -> np.ndarray | None:
         """The cluster of each held-out protein, int64 [n]; None where the data have none."""
@@ -219,14 +219,14 @@ def masked_batches(
 
 
 def held_out_masks(flags: DataFlags, tokens: TokenSet) -> MaskingCollator:
-    """Of evaluations: their questions are the same whatever a run trains with. As many of the residues that are not
-    hidden stay as are replaced, as BERT has it."""
+    """The masks of evaluations: the same residues whatever a run trains with. Of those that are predicted but not
+    hidden, half are replaced and half stay, as in BERT."""
     hidden = flags.eval_mask_replace_prob
     return MaskingCollator(tokens, EVAL_SEED, MaskRates(flags.eval_mlm_probability, hidden, (1 - hidden) / 2))
 
 
 def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh, static_shape: bool = False) -> Collator:
-    """As `masked_batches`, with `held_out_masks`."""
+    """Fixed seed and rate: every evaluation masks the same residues."""
     filled_to = flags.held_out_tokens if static_shape else 0
     asked = held_out_masks(flags, tokens)
     return rank_batches(asked, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.eval_mlm_probability)

@@ -54,7 +54,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class ProcessFlags(Flags):
-    """Of a run's processes: device, determinism, timeout, context parallelism."""
+    """Flags of a run's processes: device, determinism, timeout, context parallelism."""
 
     group = "processes"
     advanced = ("ddp_timeout",)

@@ -164,11 +164,11 @@ class StrategyFlags(Flags):
     needs_layers = False  # works only for a model that calls its own layers
 
     def missing_in(self, run: Any) -> Iterable[Missing]:
-        """As `missing`, given the flags of the run."""
+        """Flags of the strategy that the run needs and lacks."""
         return ()
 
     def check_in(self, run: Any) -> None:
-        """As `check`, given the flags of the run."""
+        """UserError for values of the strategy's flags that contradict the run's other flags."""
 
     @property
     def state_on_host(self) -> bool:
@@ -192,7 +192,7 @@ class StrategyFlags(Flags):
 
 @dataclass(frozen=True)
 class ReplicaFlags(StrategyFlags):
-    """Of DistributedDataParallel."""
+    """Flags of DistributedDataParallel."""
 
     unlisted = ("ddp_bucket_cap_mb",)
     file_only = ("ddp_bucket_dtype", "cuda_graphs")

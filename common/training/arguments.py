@@ -62,7 +62,7 @@ class DryRunFlags(Flags):
 
 @dataclass(frozen=True)
 class LearningRateFlags(Flags):
-    """Of the search for a learning rate (extras/plan/find_learning_rate/)."""
+    """Flags of the search for a learning rate (extras/plan/find_learning_rate/)."""
 
     group = "optimiser"
     advanced = ("find_learning_rate",)
@@ -87,7 +87,7 @@ class LearningRateFlags(Flags):
 
 @dataclass(frozen=True)
 class DownstreamFlags(Flags):
-    """Of evaluations beside the held-out loss (extras/after/downstream/)."""
+    """Flags of evaluations beside the held-out loss (extras/after/downstream/)."""
 
     group = "training and evaluation"
     unlisted = ("eval_contacts", "eval_mutations", "eval_probe", "eval_downstream_steps")
@@ -157,7 +157,7 @@ class BestFlags(Flags):
 
 @dataclass(frozen=True)
 class RunArguments(Flags, ABC):
-    """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
+    """Flags of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
     group = "training and evaluation"
     unlisted = ("eval_on_start", "stop_after_minutes", "save_final_model", "hub_model_id", "yes")

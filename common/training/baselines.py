@@ -65,8 +65,11 @@ def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> 
 
 @dataclass(frozen=True)
 class BaselineLosses:
-    """Of a held-out split. results: by name; proteins: {baseline: float64 [n]}, nats over the hidden residues of each
-    protein; questions: as of `ProteinLosses`."""
+    """What the baselines lose on a held-out split.
+
+    results: by name; proteins: {baseline: float64 [n]}, nats over the hidden residues of each protein; questions: a
+    hash (hex) of which residues were hidden.
+    """
 
     results: dict[str, float]
     proteins: dict[str, np.ndarray]

@@ -101,7 +101,7 @@ class Evaluator:
         return self._last_downstream[step]
 
     def fitted(self) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Of rank 0: tensors to export that an evaluation has fitted, and on which chains."""
+        """(tensors to export that an evaluation has fitted, chains they were fitted on); both empty but on rank 0."""
         return ({}, ()) if self._downstream is None else self._downstream.fitted()
 
 

@@ -116,7 +116,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def _data_wait(row: dict) -> float:
-    """As a fraction of the step."""
+    """The wait for data as a fraction of the step."""
     return row["data_wait_seconds"] / max(row["step_seconds"], 1e-9)
 
 
@@ -347,7 +347,7 @@ def check_row(row: dict) -> None:
 
 
 def _type(name: str) -> str:
-    """As `check_type` has it."""
+    """A field's type or types, as in an annotation."""
     return "str" if any(field.name == name and field.unit == "name" for field in FIELDS) else "int | float"
 
 

@@ -140,7 +140,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         return Evaluation(results | beside.results | below(losses, beside, prefix), losses)
 
     def baselines(self, split: str, prefix: str) -> BaselineLosses:
-        """Of what the model is compared with on a split; all ranks together."""
+        """Losses on a split of the baselines that the model is compared with; all ranks together."""
         if split not in self._of_split:
             tokens, flags = self.family.tokens, self.flags.data
             with self.world.raise_together():

@@ -20,7 +20,7 @@ from common.files.safe_files import replace_flushed
 
 @dataclass(frozen=True)
 class ProteinLosses:
-    """Of n held-out proteins, in the order of their store.
+    """The losses of n held-out proteins, in the order of their store.
 
     loss_sum: float64 [n], nats over the hidden residues; masked: int32 [n], their number; clusters: int64 [n], the
     cluster of each, None where the data have none; questions: a hash (hex) of what was asked, "" if unknown.
@@ -38,8 +38,8 @@ class ProteinLosses:
 
 
 class Evaluation(NamedTuple):
-    """Of a held-out split. results: by name, {} if the run was stopped meanwhile (on all ranks); losses: of its
-    proteins, None of text."""
+    """A held-out split's results by name, {} if the run was stopped meanwhile (on all ranks), and the losses of its
+    proteins (text: None)."""
 
     results: dict[str, Any]
     losses: ProteinLosses | None = None

@@ -91,7 +91,7 @@ def plan_resume(flags: CheckpointFlags, trains: bool, restarted: bool, world: Wo
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """Of a checkpoint. UserError for a state that is refused."""
+    """The trainer state of a checkpoint. UserError if it is refused."""
     return TrainerState.read(
         read_listed(checkpoint, TRAINER_STATE), f"{checkpoint.parent}: the checkpoint's {TRAINER_STATE}"
     )

@@ -188,7 +188,7 @@ def constant(step: int, run: Run) -> float:
 
 @schedule("polynomial", "", "mlm")
 def polynomial(step: int, run: Run) -> float:
-    """Of power 1."""
+    """Linear (power 1) from the peak to `POLYNOMIAL_END`."""
     peak, end = run.peak, POLYNOMIAL_END
     if peak <= end:
         raise UserError(f"--learning_rate {peak}: --lr_scheduler_type polynomial falls to {end:g}: give a higher one")

@@ -60,7 +60,7 @@ class Run:
 
     @cached_property
     def learning_rate(self) -> Callable[[int], float]:
-        """Of a step, from 0."""
+        """The learning rate of a step, counted from 0."""
         total_steps = self.plan.total_steps
         schedule = replace(self.args.optimizer, warmup_steps=self.plan.warmup_steps).schedule(total_steps)
         # A few steps more than estimated may come before the data end: keep the last learning rate.

@@ -71,7 +71,7 @@ class BuiltModel:
         return masters.weights if masters else self.model
 
     def optimizer(self, flags: OptimizerFlags, strategy: Strategy, world: World, bf16: bool) -> torch.optim.Optimizer:
-        """Of `weights`; all ranks together."""
+        """The optimiser of `weights`; all ranks together."""
         # A family may do without it, as the toy family of the tests does.
         matrices = getattr(self.model, "hidden_matrices", dict)()
         return build_optimizer(self.weights, matrices, flags, strategy, world, bf16)
@@ -149,7 +149,7 @@ class Task(ABC, Generic[Arguments, Data]):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> Evaluation:
-        """Of a split that is not empty, with results of what the model is compared with; all ranks together."""
+        """Results and losses on a split that is not empty, with those of the baselines; all ranks together."""
 
     @staticmethod
     @abstractmethod
@@ -161,7 +161,7 @@ class Task(ABC, Generic[Arguments, Data]):
         """A row of metrics.jsonl for the terminal."""
 
     def flops(self, counts: StepCounts) -> float:
-        """Of a training step with these counts."""
+        """Floating-point operations of a training step with these counts."""
         totals = counts.num_tokens, counts.sum_squared_lengths, counts.num_targets
         return self.family.flops(self.built.config, *totals)
 

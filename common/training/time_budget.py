@@ -22,7 +22,7 @@ LONG_S = 86400.0  # a run that takes longer is asked for --yes
 
 
 class TimeBudget:
-    """Of this start of a run. The clock of rank 0 counts, from here on.
+    """The time that this start of a run may take, by rank 0's clock from here on.
 
     minutes: --stop_after_minutes; confirmed: --yes; results: the Evaluator's; step, last_step: those done, and the
     run's. A run that resumes was begun on purpose: it needs no --yes.

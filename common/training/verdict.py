@@ -40,7 +40,7 @@ def verdicts(results: dict) -> list[str]:
 
 
 def held_out_prefixes(rows: Iterable[dict]) -> list[str]:
-    """Of the held-out sets that a run was evaluated on: "eval" of its validation split, then "eval_NAME" of others."""
+    """The prefixes of the held-out sets that a run was evaluated on: "eval" (validation split), then "eval_NAME"."""
     keys = {key for row in rows for key in row if key.startswith("eval") and key.endswith("_samples")}
     return sorted(key.removesuffix("_samples") for key in keys)
 

@@ -138,7 +138,10 @@ class Esm2Adapter(StateDictAdapter):
         yield from (unused | dict(extras or {})).items()
 
     def read_published(self, name: str, config: Esm2Config) -> tuple[Pieces, dict[str, Tensor]]:
-        """As StateDictAdapter's. UserError for another vocabulary than ESM-2's, too."""
+        """(our parameters, tensors that only the export needs) of published weights, a directory or a name on the Hub.
+
+        UserError for missing, unknown or misshapen tensors, and for another vocabulary than ESM-2's.
+        """
         root, theirs = read_tensors(name)
         _check_vocabulary(root / "vocab.txt")
         if "lm_head.decoder.layer_norm_weight" in theirs:
@@ -153,7 +156,7 @@ class Esm2Adapter(StateDictAdapter):
         return {f"esm.encoder.layer.{n}.attention.self.{_ROTARY}": frequencies.clone() for n in layers}
 
     def finish(self, directory: Path, training: Training, tokenizer: Any) -> Mapping[str, str]:
-        """As StateDictAdapter's; says in log and model card whether the contact head is fitted."""
+        """Write the tokenizer's files; say in the log and the model card whether the contact head is fitted."""
         contacts = KEPT if read_tensors(str(directory))[1][f"{_CONTACT}.weight"].any() else NOT_FITTED
         if training.contacts:
             contacts = FITTED.format(len(training.contacts))

@@ -92,4 +92,7 @@ class Layout(Protocol):
     """Where the tokens of a pack lie that several ranks share (extras.speed.context_attention)."""
 
     def attention(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int = 0) -> Tensor:
-        """As `packed_attention`, of this rank's tokens to all tokens of their sequences."""
+        """Rotary self-attention of this rank's tokens to all tokens of their sequences: [T, H * D].
+
+        qkv: [T, H, 3, D] of an encoder (kv_heads 0), else [T, H + 2 K, D] with K = kv_heads; cos, sin: [T, D/2].
+        """

@@ -42,7 +42,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class BackendFlags(Flags):
-    """Of a model of any family: its weights, and what computes its layers."""
+    """Flags of a model of any family: its weights, and what computes its layers."""
 
     group = "model"
     unlisted = ("flash_attention",)

@@ -285,7 +285,7 @@ def attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, kv_head
 def _attention(
     qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attention`; also, for the backward pass, qkv rotated and lse, fp32 [T, H].
+    """The output [T, H * D] of `attention`; for the backward pass, qkv rotated and lse, fp32 [T, H].
 
     Sequence by sequence, which stays in the cache. The heads stay where the matmuls around have them: the kernel takes
     any strides, and copies that gather the tokens of a head cost a third of the kernel at heads of 16.

@@ -33,7 +33,7 @@ def mode_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class RecomputeFlags(StrategyFlags):
-    """Of strategies that shard."""
+    """Flags of strategies that shard."""
 
     activation_checkpointing: str = flag(
         "none", "If memory runs out: recompute activations; selective: the cheap ones.", choices=MODES

@@ -59,7 +59,7 @@ class StateDictAdapter(ABC):
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def current_name(self, name: str, config: Any) -> str | None:
-        """Of a checkpoint's tensor; None for one that is not read."""
+        """The published name of a checkpoint's tensor, which may have an older one; None for one that is not read."""
         return None if name.endswith(self.redundant) else name
 
     def to_hf(self, get: Callable[[str], Tensor], config: Any, extras: Mapping[str, Tensor] | None = None) -> Pieces:
@@ -94,7 +94,8 @@ class StateDictAdapter(ABC):
             return dict(self.to_hf(model.state_dict().__getitem__, config)), count_parameters(model)
 
     def read(self, name: str, config: Any) -> tuple[Pieces, dict[str, Tensor]]:
-        """As `from_hf`, of a local directory's safetensors, of a run's checkpoint, or of a Hub repository's."""
+        """(our parameters in fp32, tensors that only the export needs) of a model: a local directory's safetensors, a
+        run's checkpoint, or a Hub repository."""
         if is_checkpoint(root := local_directory(name)):
             read, extras = extra().read_checkpoint(root, config)
             ours = (name for name, _ in self.parts(config))
@@ -102,7 +103,7 @@ class StateDictAdapter(ABC):
         return self.read_published(str(root), config)
 
     def read_published(self, name: str, config: Any) -> tuple[Pieces, dict[str, Tensor]]:
-        """As `read`, of published tensors."""
+        """(our parameters in fp32, tensors that only the export needs) of published safetensors."""
         root, theirs = read_tensors(name)
         return self.from_hf(theirs, config, str(root))
 
@@ -144,6 +145,7 @@ class StateDictAdapter(ABC):
         return {}
 
     def finish(self, directory: Path, training: Training, tokenizer: Any) -> Mapping[str, str]:
-        """As Export's, once config.json and the weights are written."""
+        """Write the tokenizer's files, once config.json and the weights are there. Returns {heading: text} for the end
+        of the model card."""
         self.write_tokenizer(directory, tokenizer)
         return {}
