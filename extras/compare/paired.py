@@ -76,7 +76,7 @@ class Difference:
         return next((number for number in numbers if self._with(self.units, number).would_see(smallest)), math.inf)
 
     def _with(self, units: float, seeds: int) -> Difference:
-        """As it would be, on average, with so many proteins and seeds."""
+        """The difference expected with so many proteins and seeds: standard errors shrink by square roots."""
         over_proteins = self.over_proteins * math.sqrt(self.units / units)
         over_seeds = self.over_seeds * math.sqrt(self.seeds / seeds)
         return replace(self, over_proteins=over_proteins, over_seeds=over_seeds, units=units, seeds=seeds)

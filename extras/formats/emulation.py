@@ -121,8 +121,11 @@ class ByExpert:
         self.matmuls = matmuls
 
     def __call__(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        """As `grouped_linear`. An expert without rows gets one of zeros: all ranks then take part in the amax of its
-        tensors, and its weight's counts as in Transformer Engine."""
+        """x [A, in] sorted by expert, weight [experts * out, in], counts int64 [experts] that sum to A -> [A, out].
+
+        An expert without rows gets one of zeros: all ranks then take part in the amax of its tensors, and its weight's
+        counts as in Transformer Engine.
+        """
         parts = zip(self.matmuls, x.split(counts.tolist()), weight.chunk(len(self.matmuls)), strict=True)
         return torch.cat([matmul(_some(rows), matrix, None)[: len(rows)] for matmul, rows, matrix in parts])
 

@@ -57,7 +57,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Section:
-    """Of the file: what its features want of each tensor, in the layers whose name it accepts."""
+    """A section of the file: what its features want of each tensor, in the layers whose name it accepts."""
 
     name: str
     accepts: Callable[[str], bool]
@@ -193,7 +193,8 @@ def _section(name: str, body: dict) -> Section:
 
 
 def _accepts(where: str, body) -> Callable[[str], bool]:
-    """As Transformer Engine: a pattern alone, or numbers and parts of names, both of which must fit."""
+    """Which layers a section accepts, by Transformer Engine's rules: by a pattern alone, or by numbers and parts of
+    names, both of which must fit."""
     keys = ("layer_numbers", "layer_types", "layer_name_regex_pattern")
     if not _known(where, body, keys):
         raise _Wrong(f"{where}: name one of {', '.join(keys)}")

@@ -75,7 +75,7 @@ class TeStats(Statistics):
         return min((due for w in wanted if (due := w.next_due(step)) is not None), default=None)
 
     def inspect(self, layer: int, matmul: int, tensor: str, x, quantized) -> None:
-        """Of one tensor, before the cast, [..., C], and after it (of an operand), in Transformer Engine's storage."""
+        """Count a tensor. x [..., C]: before the cast; quantized: after it (of an operand), by Transformer Engine."""
         if (matmul, tensor) == (_FC1, "dgrad") and layer not in self._past_fc2:
             self._past_fc2.add(layer)
             matmul = _FC2

@@ -44,7 +44,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class OfJson(Ours):
-    """Of a flag whose value is a JSON object of numbers. keys: {its key: our flag}; other keys have none."""
+    """A flag whose value is a JSON object of numbers. keys: {its key: our flag}; other keys have none."""
 
     keys: dict[str, str] = field(default_factory=dict)
 

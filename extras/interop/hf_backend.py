@@ -103,7 +103,7 @@ class StockEsm(Esm2ForMaskedLM):
         mask_ratio: float = TRAIN_MASK_RATIO,
         **unused: Any,
     ) -> Esm2Output:
-        """As Esm2ForMaskedLM's, but the LM head runs on all positions. A pack is padded to `max_seqlen`."""
+        """Run a pack [T], padded to `max_seqlen`, or a padded batch [B, S]. The LM head runs on all positions."""
         where, self._mask_ratio = None, mask_ratio
         if input_ids.dim() == 1:
             assert cu_seqlens is not None, "a pack comes with cu_seqlens"

@@ -179,7 +179,7 @@ def _handler(store: dist.Store, backend: RendezvousBackend, params: RendezvousPa
 
 
 def _store_on_loopback(params: RendezvousParameters, host: str, port: int) -> dist.TCPStore:
-    """As torch's backend: the first agent there serves the store, unless `is_host` says which one does."""
+    """Serve or join the store by torch's rule: the first agent there serves it, unless `is_host` says which."""
     timeout = timedelta(seconds=params.get_as_int("read_timeout") or READ_TIMEOUT_S)
     is_host = params.get_as_bool("is_host")
     try:

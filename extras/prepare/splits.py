@@ -329,7 +329,8 @@ def _chunks(count: int) -> Iterator[slice]:
 
 
 def _used_clusters(joined: Buckets, labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """As `_clusters`, but only records that are used; clusters without any are left out."""
+    """Bucket by bucket: the records that are used, int64 [n], cluster by cluster, and bounds int64 [c + 1]. Clusters
+    without any are left out."""
     for records, bounds in _clusters(joined):
         used = labels[records] != UNUSED
         yield records[used], np.unique(np.append(0, np.cumsum(used))[bounds])

@@ -103,7 +103,7 @@ def _one_gradients(
 
 
 def attend_by_matmuls(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """As `cpu.flash`, where no kernel takes the dtype (fp32 on a GPU)."""
+    """q [T, H, D], k, v [S, K, D] -> out [T, H, D], lse [T, H], where no kernel takes the dtype (fp32 on a GPU)."""
     scores, (_, _, v) = _scores(q, k, v, causal)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v).transpose(0, 1), lse.t()
@@ -112,7 +112,7 @@ def attend_by_matmuls(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> 
 def gradients_by_matmuls(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = False
 ) -> tuple[Tensor, ...]:
-    """As `cpu.flash_backward`."""
+    """The gradients of q, k and v, of the shapes in `attend_by_matmuls`."""
     kv_heads = k.shape[1]
     scores, (q, k, v) = _scores(q, k, v, causal)
     grad, out = (x.transpose(0, 1) for x in (grad, out))

@@ -118,7 +118,8 @@ class CpLayout:
 
     @cached_property
     def _attended_causally(self) -> list[AttendedBlock]:
-        """Of every rank's block, by what the layout `dual_chunk` says of its two chunks of each sequence."""
+        """What this rank's queries attend to of each rank's block, in the layout `dual_chunk`: a rank has one chunk of
+        the first half of each sequence, and one of the second."""
         own, size = self.context.rank, self.context.size
         chunks = self.bounds.diff() // 2  # padding included, the same on all ranks
         first = (self.real.sum(0) - torch.arange(size)[:, None] * chunks).clamp(min=0).minimum(chunks)  # [cp, B]
@@ -158,7 +159,7 @@ def layout_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, co
 
 
 def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Of this rank's real tokens: q [R, H, D], kv [R, 2, K, D]; an encoder has as many heads of both."""
+    """(q [R, H, D], kv [R, 2, K, D]) of this rank's real tokens, rotated; an encoder has K = H."""
     own = layout.own
     q, k, v = cpu.split_heads(qkv[own], kv_heads)
     q, k = (rotate(x, cos[own], sin[own]) for x in (q, k))
@@ -251,7 +252,7 @@ def _ring_backward(
 
 
 def _gathered_forward(q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `_ring_forward`, from all keys and values at once; if causal block by block, as there."""
+    """(out [R, H, D], lse [R, H]) from all keys and values at once; if causal block by block."""
     gathered = _gather(kv, layout)
     if causal:
         return attend_blocks(q, _own_first(gathered, layout), layout, causal)
@@ -296,7 +297,8 @@ COMM_TYPES = {
 def operator(
     qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, comm_type: str, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """As `CpLayout.attention`; also, for the backward pass, the lse [T, H] of the real tokens."""
+    """Attention of this rank's tokens to their whole sequences: out [T, H * D] and, for the backward pass, lse [T, H].
+    Both are 0 where a token is padding."""
     layout = layout_of(real, bounds, qkv.device, group, comm_type)
     with torch.autocast(qkv.device.type, enabled=False):
         out, lse = COMM_TYPES[comm_type].forward(*_rotated(qkv, cos, sin, layout, kv_heads), layout, kv_heads > 0)

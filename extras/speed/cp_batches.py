@@ -35,7 +35,11 @@ def cp_pack(batch: Batch, device: torch.device) -> CpPack:
 def cp_batches(
     collator: Collator, flags: BatchFlags, mesh: Mesh, pad: int, mask: int, filled_to: int, predicted: float
 ) -> Collator:
-    """As `rank_batches`, of this rank's slices."""
+    """A collator of this rank's slices of the batches of `collator`.
+
+    pad, mask: ids of tokens, mask -1 if there is none; filled_to: the tokens of a whole pack, of which a fraction
+    `predicted` at most is predicted, to fill all batches up to one shape; 0: they are as long as their data.
+    """
     multiple = 1  # a contiguous share is not padded
     if flags.cp_layout == "dual_chunk":
         multiple = flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size

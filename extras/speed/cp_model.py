@@ -57,7 +57,8 @@ def share_of(context: ContextGroup, cp_pack: CpPack, tokens: int) -> tuple[Tenso
 def prepare_shared(
     context: ContextGroup, tokens: int, cu_seqlens: Tensor, max_seqlen: int, head_dim: int, cp_pack: CpPack
 ) -> tuple[tuple[Tensor, Tensor], int, CpLayout]:
-    """As layers_torch.prepare, and the layout that attention needs."""
+    """What all torch layers share: ((cosines, sines) fp32 [T, D/2] of each token's position in its whole sequence, the
+    longest sequence, the layout that attention needs)."""
     positions, layout = share_of(context, cp_pack, tokens)
     return rotary_tables(positions, head_dim), max_seqlen, layout
 
@@ -71,7 +72,8 @@ def prepare_shared_by_te(
     head_dim: int,
     cp_pack: CpPack,
 ) -> tuple[Tensor, int, tuple[Tensor, Tensor]]:
-    """As layers_te.prepare, and the boundaries of the whole sequences without and with padding."""
+    """What all layers of Transformer Engine share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths,
+    boundaries int32 [B + 2] of the whole sequences without and with padding)."""
     bounds = whole_sequences(cp_pack, tokens)
     longest = max(max_seqlen, int(bounds.diff().max()))
     real, padded = bounds.to(cu_seqlens, non_blocking=True)

@@ -80,7 +80,7 @@ class OwnedBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of its matrices."""
+        """The shape of each of the block's matrices, [rows / parts, columns]."""
         return self.block.rows // self.block.parts, self.columns
 
     @property
@@ -172,7 +172,7 @@ class Ranks(NamedTuple):
 
 
 def step_cost(groups: Sequence[Sequence[OwnedBlock]], replicas: Ranks, shards: Ranks, itemsize: int) -> StepCost:
-    """Of blocks that `assign` has given owners. itemsize: bytes of an element that is sent."""
+    """The cost of a step of blocks that `assign` has given owners. itemsize: bytes of an element that is sent."""
     flops, sent, temporary = [0.0] * (replicas.size * shards.size), 0, 0
     for group in groups:
         rows = [0] * replicas.size
@@ -302,7 +302,7 @@ class Muon(torch.optim.Optimizer):
         return [next(parts[each.replica]).view(shape) for each, shape in zip(blocks, shapes, strict=True)]
 
     def _by_owners(self, blocks: list[OwnedBlock], rows: list[Tensor]) -> list[Tensor]:
-        """As `_updates`, of blocks that ranks of this replica own."""
+        """This rank's rows of each block's update, from those of its direction, for blocks that this replica owns."""
         if self._shards.size == 1:
             return orthogonal_rows(blocks, rows)
         me, shards = self._shards.rank, range(self._shards.size)

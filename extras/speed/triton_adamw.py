@@ -66,7 +66,7 @@ class TritonAdamW(AdamW):
 
 
 def _row(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor | None) -> list[int]:
-    """Of the kernel's table: their addresses (0: no copy) and the number of elements."""
+    """A row of the kernel's table: the tensors' addresses (0: no copy) and the number of elements."""
     for tensor, dtype in ((weight, torch.float32), (gradient, torch.float32), (copy, torch.bfloat16)):
         assert tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()), (tensor.dtype, tensor.stride())
     addresses = [tensor.data_ptr() for tensor in (weight, gradient, mean, square)]

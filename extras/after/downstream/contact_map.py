@@ -31,8 +31,10 @@ class Top(NamedTuple):
 
 
 def top_pairs(chain: Chain, scores: np.ndarray) -> Top | None:
-    """As `precisions` takes them, of the farthest of `RANGES` that has a contact; without a structure, that has L
-    pairs. Where none has, of the farthest that has pairs. None for a chain without pairs."""
+    """The L likeliest pairs of the farthest of `RANGES` that has a contact; without a structure, that has L pairs.
+
+    Where none has, those of the farthest that has pairs. None for a chain without pairs. scores: [residues, residues].
+    """
     contacts, known = chain.contacts()
     has_structure = bool(known.any())
     length = chain.resolved if has_structure else len(chain.sequence)

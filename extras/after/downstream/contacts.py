@@ -191,7 +191,7 @@ class ContactEvaluation:
 
 
 def summary(each: Sequence[dict[str, float]]) -> str:
-    """Of the chains' `precisions`: the first range that has a contact, beyond the closest, in a line."""
+    """The chains' mean precision in a line: of the farthest range that has a contact. each: of `precisions`."""
     found, errors = mean_precisions(each), standard_errors(each)
     name = next((name for name in ("long", "medium", "short") if f"{name}_p_at_l" in found), None)
     if name is None:

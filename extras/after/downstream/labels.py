@@ -152,7 +152,10 @@ def task_of(sequences: Sequence[str], labels: Sequence[str], asked: str | None, 
 
 
 def target_of(task: TaskSpec, sequence: str, label: str, where: str) -> Any:
-    """As `Example.target`. UserError, which begins with `where`, if the label does not fit the sequence."""
+    """A label as a float or the index of a class; of residues float64 [L] or int64 [L], NaN or IGNORE where absent.
+
+    UserError, which begins with `where`, if it does not fit the sequence.
+    """
     numbers = {name: number for number, name in enumerate(task.classes)}
 
     def of_word(word: str) -> float:
@@ -243,7 +246,8 @@ def check_length(sequences: Sequence[str], places: Sequence[str], longest: int) 
 
 
 def drawn_splits(groups: Sequence[str], given: list[str] | None, sizes: tuple[float, float]) -> list[str]:
-    """As given; without them, and for the validation split that they lack, by a hash (`split_of`)."""
+    """The split of each row: as in the table, or by a hash of its group (`split_of`). A table that has splits but no
+    "validation" gives part of its "train"."""
     if given is None:
         return [split_of(group, sizes) for group in groups]
     if "validation" in given:
@@ -327,7 +331,7 @@ def contradictions(items: Iterable[tuple[Hashable, int | None, str, Any]], where
 
 
 def label_items(task: TaskSpec, examples: Sequence[Example]) -> Iterator[tuple[Hashable, int | None, str, Any]]:
-    """As `contradictions` takes them; the protein: its ids."""
+    """(protein, residue from 1 or None, name, label) of each label, for `contradictions`; the protein: its ids."""
     for each in examples:
         protein = each.ids.tobytes()
         for place, target in enumerate(np.atleast_1d(each.target).tolist(), 1):

@@ -53,7 +53,7 @@ def _of_classes(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray 
 
 
 def _indices(labels: np.ndarray, predictions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of classes, for strings; numbers as they are."""
+    """Strings as indices of their sorted classes; numbers as they are."""
     if labels.dtype.kind != "U":
         return labels, predictions
     places = np.unique(np.concatenate([labels, predictions]), return_inverse=True)[1]

@@ -90,7 +90,7 @@ def read_table(path: Path) -> Table:
 
 
 class MutationEvaluation:
-    """Of the tables of --eval_mutations."""
+    """Evaluates a model on the tables of --eval_mutations."""
 
     def __init__(self, paths: Sequence[str], longest: int, alphabet: Alphabet = ESM2_TOKENS):
         """longest: tokens of a window; alphabet: of the model. UserError if a table cannot be read or scored."""

@@ -49,7 +49,7 @@ class Manifest:
 
     @classmethod
     def of_earlier(cls, directory: Path, key: str, *names: str) -> Manifest | None:
-        """Of an output without manifest, whose results have the key that only this script's have."""
+        """The manifest of an output that has none, if its results have `key`, which only this script writes."""
         with suppress(OSError, ValueError):
             if key in read_json(directory / RESULTS):
                 return cls(None, True, dict.fromkeys((RESULTS, *names)))
@@ -216,7 +216,8 @@ def locked(directory: Path, flag: str) -> Iterator[None]:
 
 @contextmanager
 def locked_file(path: Path, flag: str) -> Iterator[None]:
-    """As `locked`, of one output file: its `.partial` is locked, and later renamed by `replace_flushed`."""
+    """Lock an output file by its `.partial`, which `replace_flushed` renames later. UserError while another command
+    holds it."""
     partial = path.with_name(f"{path.name}.partial")
     with made(path.parent, flag):
         with writing(path, flag):

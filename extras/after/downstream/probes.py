@@ -287,7 +287,8 @@ def labelled(
 def contradicting(
     rows: Sequence[Labelled], examples: Examples, about: Sequence[dict[str, Any]], where: str
 ) -> dict[str, Any]:
-    """As `contradictions`. about: of the examples, as of `examples_of`."""
+    """{"proteins": how many have contradicting labels, "first": those of one}. about: {"id", "position" of a residue}
+    of each example."""
     residues = {row.name: row.sequence for row in rows}
     return contradictions(
         (

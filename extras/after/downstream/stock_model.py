@@ -44,7 +44,8 @@ def stock_model(config: Any, pieces: Iterable[tuple[str, Tensor]], device: torch
 
 
 def read_stock_model(name: str, device: torch.device) -> Any:
-    """Of a directory or a name on the Hub, with this project's checks. UserError as StateDictAdapter.read."""
+    """transformers' ESM-2 of a directory or a name on the Hub, in fp32. UserError for another model, and for missing,
+    unknown or misshapen tensors."""
     if encoder_family(name) is not family_of("esm"):
         raise UserError(f"{name}: only ESM-2 has a contact head in transformers: give one of its models")
     config = load_config(name)

@@ -118,7 +118,7 @@ def structure_files(directory: str) -> list[Path]:
 
 
 def one_each(chains: Sequence[Chain]) -> list[Chain]:
-    """Of each protein the chain with the most coordinates, in the order given.
+    """The chain with the most coordinates of each protein, in the order given.
 
     Chains of one protein may lack other residues, as those of a homodimer do. Only chains that share a word of `WORD`
     residues, or are equal, are aligned.
@@ -158,7 +158,7 @@ def _content(path: Path) -> bytes:
 
 
 def chains_of(path: Path) -> Iterator[Chain]:
-    """Of the first model of a structure. ValueError, RuntimeError or OSError if it cannot be read."""
+    """The chains of the first model of a structure. ValueError, RuntimeError or OSError if it cannot be read."""
     import gemmi
 
     if _format(path) == "Pdb":  # TER ends a chain, whatever letter the next one has
@@ -224,7 +224,7 @@ def _missing(before: Any, after: Any) -> int:
 
 
 def _letter(name: str) -> str:
-    """Of a residue, modified ones (MSE) as what they were made from (M); X if unknown."""
+    """The one-letter code of a residue, a modified one (MSE) as its parent (M); X if unknown."""
     letter = _tabulated(name).one_letter_code.upper()
     return letter if letter.isalpha() else "X"
 

@@ -54,7 +54,7 @@ def _dense_ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def _spearman(counts: np.ndarray, *dense: np.ndarray) -> float:
-    """Of values given by dense ranks, each taken `counts` times; NaN where one side is constant."""
+    """Spearman's correlation of values given by dense ranks, each taken `counts` times; NaN if a side is constant."""
     x, y = (_mid_ranks(counts, each) for each in dense)
     x, y = (each - np.average(each, weights=counts) for each in (x, y))
     # Sums, no dot products: BLAS would use threads, which are slow where cores are shared.
@@ -96,7 +96,7 @@ def _letter(token: int) -> str:
 def correlations(
     scores: dict[str, Sequence[float]], measured: Sequence[float], variants: Sequence[Variant]
 ) -> dict[str, Correlation]:
-    """Of each column of scores and each baseline; those that are undefined are left out."""
+    """Spearman's correlation with `measured` of each column of scores and each baseline, if it is defined."""
     with_baselines = scores | {name: [baseline(variant, of) for variant in variants] for name, of in BASELINES.items()}
     found = {name: correlation(values, measured) for name, values in with_baselines.items()}
     return {name: each for name, each in found.items() if each is not None}

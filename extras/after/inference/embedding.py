@@ -189,7 +189,7 @@ def embed_all(args: EmbeddingFlags, world: World) -> None:
 
 
 def embed_with(args: EmbeddingFlags, world: World) -> None:
-    """As `embed_all`, by a directory or name of transformers' files."""
+    """Make OUTPUT_DIR/embeddings by a model in transformers' files, a directory or a name; all ranks together."""
     with world.on_main_rank() as is_main:
         if is_main:
             identity(with_layers(args))  # reads all files first: the other ranks of the node then use the caches

@@ -10,7 +10,7 @@ from common.files.runs import MANIFEST, final_model_of, list_checkpoints
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Of a run, or a run with one."""
+    """Whether a directory is a checkpoint of a run, or a run that has one."""
     return (path / MANIFEST).exists() or bool(list_checkpoints(path))
 
 

@@ -22,8 +22,8 @@ WARNING = "the two residues explain nearly all of it: this heat map says nothing
 
 
 class Shares(NamedTuple):
-    """Of the variance of `scores` substitutions, what follows from wild type and mutant, and from the position (with
-    its wild type); None where that is not defined."""
+    """The shares of the variance of `scores` substitutions that follow from wild type and mutant, and from the
+    position (with its wild type); None where that is not defined."""
 
     scores: int
     residues: float | None
@@ -67,7 +67,10 @@ def explained(values: np.ndarray, groups: np.ndarray) -> float | None:
 
 
 def shares(text: bytes, matrix: np.ndarray) -> Shares:
-    """Of a protein's scores [L, 20], as of `single_mutants`, without those of the wild type itself and NaN."""
+    """What the variance of a protein's scores of single mutants follows from.
+
+    matrix: float64 [L, 20] in the order of `RESIDUES`; scores of the wild type itself and NaN are left out.
+    """
     wild = np.array(list(text.decode("latin-1").upper()))[:, None]
     mutant = np.array(list(RESIDUES))[None]
     place, column = np.nonzero(np.isfinite(matrix) & (wild != mutant))

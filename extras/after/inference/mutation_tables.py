@@ -27,8 +27,11 @@ def is_missing(cell: str) -> bool:
 
 
 class Columns(NamedTuple):
-    """Of a table: of its mutations, or of the mutated sequences if there is no such column; of the proteins' ids, or
-    None; the number of the proteins' first residue."""
+    """The columns of a table.
+
+    mutant: of its mutations, or of the mutated sequences (is_sequence); protein: of the proteins' ids, if any;
+    first_residue: the number of the proteins' first residue.
+    """
 
     mutant: str
     is_sequence: bool

@@ -153,7 +153,7 @@ class DecayFlags(OptimizerFlags):
 
 @dataclass(frozen=True)
 class CausalArguments(RunArguments):
-    """Of causal language modelling with a decoder."""
+    """Flags of causal language modelling with a decoder."""
 
     # The guides' defaults and names. num_train_epochs and max_steps are None until `resolve`.
     changed = {

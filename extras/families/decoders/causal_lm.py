@@ -53,7 +53,8 @@ class CausalLM(Task[CausalArguments, TextData]):
         self.data = open_text(self.flags.data, self.world, evaluates, self.tokenizer)
 
     def _record_context(self, others: dict) -> None:
-        """Of given weights, what they were trained on before counts; for a published model that is unknown."""
+        """Record the longest context trained on, by this run or its starting weights before; nothing for a published
+        model, of which that is unknown."""
         context = self.flags.data.max_seq_length
         if self.flags.model.model_name_or_path:
             before = others.pop(TRAINED_CONTEXT, None)

@@ -89,7 +89,7 @@ class DecoderConfig(ConfigBase):
         return cls(**values, others={name: value for name, value in content.items() if name not in known})
 
     def content(self) -> dict[str, Any]:
-        """As the Hub's own have it."""
+        """The fields of config.json as models on the Hub have them."""
         values = super().content()
         if not self.num_local_experts:
             for name in ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"):
@@ -232,7 +232,7 @@ def load_decoder_config(name: str) -> DecoderConfig:
 
 
 def preset_like(model_type: str, sizes: dict[str, int]) -> str:
-    """Of the guides' model_type, the preset with these sizes (those of hidden_size, num_hidden_layers and
+    """The preset of the guides' model_type with these sizes (those of hidden_size, num_hidden_layers and
     num_attention_heads that are given); where none has them, the type's first."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     for name in MODEL_TYPES[model_type]:

@@ -67,7 +67,8 @@ class Decoders(BackendFamily):
             check_experts(config, args.precision)
 
     def flops(self, config: DecoderConfig, tokens: int, squared_lengths: int, targets: int) -> float:
-        """Of Mixtral the experts that a token is routed to; of attention the half that a causal mask leaves."""
+        """Floating-point operations of a training step: of Mixtral the experts that a token is routed to, of attention
+        the half that a causal mask leaves."""
         hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
         active = config.num_experts_per_tok if config.num_local_experts else 1
         feed_forward = active * 3 * hidden * config.intermediate_size + hidden * config.num_local_experts

@@ -41,7 +41,7 @@ class GroupedLinear(te.GroupedLinear):
         self.matrices: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-        """As `extras.families.decoders.grouped.grouped_linear`, of as many rows an expert as `sizes` has."""
+        """x [A, in], rows sorted by expert, weight [experts * out, in] -> [A, out]. sizes: rows of each expert."""
         self.matrices = weight.chunk(self.num_gemms)
         try:
             return super().forward(x, sizes)

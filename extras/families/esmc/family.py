@@ -12,7 +12,8 @@ from extras.families.esmc.convert import ADAPTER
 
 
 def swiglu_flops(config: Any, ffn: int, head: int, tokens: int, squared_lengths: int, targets: int) -> float:
-    """As Family.flops, of layers with SwiGLU. ffn: its width; head: weights of the LM head."""
+    """Floating-point operations of a training step of an encoder with SwiGLU. ffn: its width; head: weights of the LM
+    head."""
     hidden = config.hidden_size
     per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 3 * hidden * ffn)
     attention = 4 * config.num_hidden_layers * hidden * squared_lengths

@@ -55,7 +55,7 @@ class ContextPlan:
         self.packs_per_epoch = -(-self.num_contexts // contexts_per_pack)
 
     def places(self, position: Position, end: Position | None = None) -> Iterator[tuple[int, int, int, EpochOfText]]:
-        """As `BatchPlan.places`."""
+        """(epoch, window 0, number, planned epoch) of all packs from a position up to `end` (None: without end)."""
         position = self.position_after(position, 0)
         while end is None or position < end:
             window = self._epoch(position.epoch)
@@ -65,7 +65,7 @@ class ContextPlan:
             position = Position(position.epoch + 1)
 
     def windows(self, epoch: int) -> Iterator[EpochOfText]:
-        """As `BatchPlan.windows`."""
+        """The one window of an epoch."""
         yield self._epoch(epoch)
 
     def position_after(self, position: Position, num_packs: int) -> Position:

@@ -67,11 +67,11 @@ class TextMemory:
         return len(self.ids)
 
     def pieces(self, begin: int, end: int) -> Pieces:
-        """As `TextStore.pieces`."""
+        """The pieces of tokens [begin, end) of all documents end to end, 0 <= begin < end <= their number."""
         return Pieces.between(np.arange(len(self)), self.bounds, begin, end)
 
     def gather(self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `TextStore.gather`."""
+        """Tokens [start, start + length) of each of n documents, end to end, and their offsets int64 [n + 1]."""
         begins = (self.bounds[records] + starts).tolist()
         parts = [self.ids[begin : begin + length] for begin, length in zip(begins, lengths.tolist(), strict=True)]
         return np.concatenate(parts or [self.ids[:0]]), np.append(0, np.cumsum(lengths))

@@ -177,7 +177,7 @@ class Search:
 
 
 def losses_file(directory: Path, rate: float) -> Path:
-    """Of the held-out proteins, after a trial; of rate 0, of the starting weights."""
+    """The file of the held-out proteins' losses after a trial; rate 0: of the starting weights."""
     return directory / f"losses-{rate:g}.parquet"
 
 

@@ -96,7 +96,7 @@ def _unxz(raw: BinaryIO, mode: str) -> BinaryIO:
 
 
 def _xz_chunks(raw: BinaryIO) -> Iterator[bytes]:
-    """As lzma.open with a memory limit: a file's header sets the decoder's memory, up to 4 GB."""
+    """The decompressed bytes of an xz file, within XZ_BYTES of memory: its header may ask for up to 4 GB."""
     packed, decoder = b"", None
     while True:
         if not packed and (decoder is None or decoder.needs_input):
@@ -159,7 +159,7 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def decompressing(raw: BinaryIO, name: str) -> Iterator[BinaryIO]:
-    """As open_decompressed, of an open file called `name`."""
+    """The decompressed bytes of an open file called `name`. While it is open, UserError if it is damaged."""
     with decompress(raw) as file:
         try:
             yield file

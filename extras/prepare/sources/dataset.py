@@ -81,7 +81,7 @@ class Source:
         return hashlib.sha256(repr([held, read_as]).encode()).hexdigest()
 
     def _listing(self, split: str) -> list:
-        """Of Hub files, which are known by their revision."""
+        """What identifies the Hub files of a split: the revision, and their names and sizes in bytes."""
         return [self.revision] + [[os.path.basename(file.path), file.size] for file in self.splits.get(split, ())]
 
     def to_json(self) -> dict:

@@ -53,7 +53,7 @@ def hub_advice(name: str, error: Exception, kind: str = "dataset") -> str:
 
 
 def unreachable_advice(name: str, error: Exception, kind: str = "dataset") -> str:
-    """As hub_advice, if there is no answer."""
+    """The end of an error line where the Hub does not answer: how to download the files elsewhere."""
     command, then = download_command(name, kind)
     return (
         f"the Hub cannot be reached ({brief(error)}): check the network, or download the {kind} elsewhere: "
@@ -62,7 +62,7 @@ def unreachable_advice(name: str, error: Exception, kind: str = "dataset") -> st
 
 
 def uncached_advice(name: str, kind: str = "dataset") -> str:
-    """As hub_advice, if the Hub is switched off."""
+    """The end of an error line where the Hub is switched off: how to download the files."""
     command, then = download_command(name, kind)
     return f"not in the local cache, and the Hub is switched off or cannot be reached: {command}, then {then}"
 

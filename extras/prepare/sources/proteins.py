@@ -36,7 +36,7 @@ class ProteinFlags(Flags):
         return {name: value for name, value in changed.items() if value not in (None, "error")}
 
     def cleaner(self, where: str) -> Cleaner:
-        """Of a FASTA file or an alignment. where: it ends with the file's name."""
+        """The cleaner of a FASTA file or an alignment. where: for messages; it ends with the file's name."""
         return Cleaner(where, self.gaps, BadRecords(self.on_bad_record), is_alignment(where))
 
 
@@ -65,7 +65,7 @@ def read_proteins(path: str, given: str = "--fasta", flags: ProteinFlags | None 
 
 
 def read_residues(path: str, given: str = "--fasta", flags: ProteinFlags | None = None) -> dict[str, bytes]:
-    """As `read_proteins`, for the functions of mutations."""
+    """{id: normalised residues, ASCII} of a FASTA file; says what was changed. given: its flag, "" for none."""
     return {name: text.encode() for name, text in read_proteins(path, given, flags).items()}
 
 

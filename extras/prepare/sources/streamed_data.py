@@ -176,7 +176,7 @@ class StreamedProteins(StreamedData):
 
 
 def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers) -> ProteinData:
-    """As common.data.training_data.open_data, for --dataset or --eval_dataset; collective.
+    """The data of a run with --dataset or --eval_dataset; collective.
 
     One rank finds, or makes, the files for all: the Hub limits the rate of requests. UserError for tokens without
     letters.

@@ -111,7 +111,8 @@ class StreamedOrder:
         return {stream: at for stream, at in position.items() if int(stream) % self.of_group in own}
 
     def steps(self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], is_mine: Callable[[int], bool]):
-        """As common.data.loader.Order."""
+        """For each of `numbers`, counted from step `first`, that `is_mine`: the step, a data rank's packs and their
+        tokens, what changes in its position, and the epochs done after it."""
         streams: dict[int, Iterator] = {}
         for step in (first + number for number in numbers if is_mine(number)):
             begin, packs = self.packs_per_step.stage(step)
