@@ -121,10 +121,10 @@ def owner_of_denied(error: OSError) -> str:
     with suppress(OSError, StopIteration):
         there = next(each for each in (path, *path.parents) if os.path.lexists(each))
         if (owner := there.stat().st_uid) != me:
-            said = f"{there} belongs to user {owner}, and this is user {me}"
+            reason = f"{there} belongs to user {owner}, and this is user {me}"
             if any(map(os.path.exists, CONTAINER_MARKS)):
-                said += ": add --user $(id -u):$(id -g) to docker run"
-            return said
+                reason += ": add --user $(id -u):$(id -g) to docker run"
+            return reason
     return ""
 
 

@@ -190,25 +190,25 @@ def parse_arguments(
     if argv and is_file_of_flags(argv[0]):
         file, *argv = argv
         of_file = parser.parse_file(file)
-    given = parser.split(argv, file)
+    flags_given = parser.split(argv, file)
     overrides, last_wins, belongs_to = {}, set(), {}
     for kind in (kind for part in groups(defaults) for kind in type(part).__mro__):
         overrides |= vars(kind).get("overrides", {})
         last_wins |= set(vars(kind).get("last_wins", ()))
         belongs_to |= vars(kind).get("belongs_to", {})
-    kept: list[tuple[str, list[str]]] = []
-    for name, words in given:
+    final: list[tuple[str, list[str]]] = []
+    for name, words in flags_given:
         described = tuple(each for each, of in belongs_to.items() if of == name)
         if name in of_file and parser.values(of_file[name]) != parser.values(words):
             of_file = {each: value for each, value in of_file.items() if each not in described}
-        if any(each == name and parser.values(value) != parser.values(words) for each, value in kept):
-            kept = _without(kept, described, words)
+        if any(each == name and parser.values(value) != parser.values(words) for each, value in final):
+            final = _without(final, described, words)
         for each in (name, *overrides.get(name, ())):
             of_file.pop(each, None)
         if name in last_wins:
-            kept = _without(kept, overrides[name], words)
-        kept.append((name, words))
-    values = parser.values([word for words in (*of_file.values(), *(words for _, words in kept)) for word in words])
+            final = _without(final, overrides[name], words)
+        final.append((name, words))
+    values = parser.values([word for words in (*of_file.values(), *(words for _, words in final)) for word in words])
     for name in parser.idle.keys() & values.keys():
         why, value = parser.idle[name], values.pop(name)
         if os.environ.get("RANK", "0") == "0":
@@ -286,12 +286,12 @@ class _Parser(argparse.ArgumentParser):
 
     def values(self, words: list[str]) -> dict[str, Any]:
         """{flag: value}. UserError for unknown flags."""
-        found, unknown = self.parse_known_args(words)
+        namespace, unknown = self.parse_known_args(words)
         if unknown and is_file_of_flags(unknown[0]):
             self.error(f"{unknown[0]}: a file of flags comes first, flags after it")
         if unknown:
             self.error(self._unknown(unknown))
-        return vars(found)
+        return vars(namespace)
 
     def split(self, argv: list[str], file: str | None) -> list[tuple[str, list[str]]]:
         """A command line as (flag, the words that give it), in order. file: the file of flags before it.
@@ -332,15 +332,15 @@ class _Parser(argparse.ArgumentParser):
 
     def _unknown(self, words: list[str]) -> str:
         """Unknown words, each with what to give in its place where that is known."""
-        said: list[str] = []
+        messages: list[str] = []
         for word in words:
             hint = self.elsewhere(word) or (did_you_mean(word, self.options) if word.startswith("--") else "")
-            if said and not hint and not word.startswith("--"):  # the value of an unknown flag
-                flag, colon, its_hint = said[-1].partition(": ")
-                said[-1] = f"{flag} {word}{colon}{its_hint}"
+            if messages and not hint and not word.startswith("--"):  # the value of an unknown flag
+                flag, colon, its_hint = messages[-1].partition(": ")
+                messages[-1] = f"{flag} {word}{colon}{its_hint}"
             else:
-                said.append(word + (f": {hint}" if hint else ""))
-        return f"unknown flag {'; '.join(said)}"
+                messages.append(word + (f": {hint}" if hint else ""))
+        return f"unknown flag {'; '.join(messages)}"
 
 
 def _converter(annotation: str) -> Callable[[str], Any]:

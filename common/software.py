@@ -26,8 +26,8 @@ def software() -> str:
         else:  # installed from a wheel
             version = metadata.version(PROJECT)
         parts.insert(0, f"{PROJECT} {version}")
-    if found := commit(ROOT):
-        parts.insert(1, f"commit {found[:12]}")
+    if sha := commit(ROOT):
+        parts.insert(1, f"commit {sha[:12]}")
     return ", ".join(parts)
 
 
@@ -44,9 +44,9 @@ def commit(root: Path) -> str | None:
         shared = directory / "commondir"
         place = directory / shared.read_text().strip() if shared.is_file() else directory
         if (place / name).is_file():
-            found = (place / name).read_text().strip()
+            sha = (place / name).read_text().strip()
         else:
             packed = (place / "packed-refs").read_text().splitlines()
-            found = next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
-        return found if COMMIT.fullmatch(found) else None
+            sha = next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
+        return sha if COMMIT.fullmatch(sha) else None
     return None

@@ -40,14 +40,14 @@ def share_of(state: dict, rank: int, size: int) -> dict:
         return owner == replica
 
     def visit(tree: dict) -> dict:
-        kept = {}
+        owned = {}
         for key, value in tree.items():
             if isinstance(value, dict) and value:
                 if part := visit(value):
-                    kept[key] = part
+                    owned[key] = part
             elif not (isinstance(value, Tensor) and value.dim()) or is_owner(value):
-                kept[key] = value
-        return kept
+                owned[key] = value
+        return owned
 
     return visit(state)
 

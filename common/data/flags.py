@@ -106,15 +106,15 @@ class BatchFlags(Flags):
             *("packs_per_step", "tokens_per_step"),
         )
         sizes = ("packs_per_step", "packs_per_step_schedule", "tokens_per_step")
-        given = [name for name in sizes if getattr(self, name) is not None]
+        flags_given = [name for name in sizes if getattr(self, name) is not None]
         if self.packs_per_step_schedule is not None:
-            given += ["gradient_accumulation_steps"] * (self.gradient_accumulation_steps > 1)
+            flags_given += ["gradient_accumulation_steps"] * (self.gradient_accumulation_steps > 1)
             try:
                 PacksPerStep.of(self.packs_per_step_schedule)
             except ValueError as error:
                 raise UserError(f"--packs_per_step_schedule {error}") from error
-        if len(given) > 1:
-            raise UserError(f"--{given[0]} and --{given[1]} exclude each other")
+        if len(flags_given) > 1:
+            raise UserError(f"--{flags_given[0]} and --{flags_given[1]} exclude each other")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise UserError("nothing to train: --max_steps and --num_train_epochs are both zero or below")
 
@@ -211,15 +211,15 @@ class DataFlags(SourceFlags):
     def eval_sets(self) -> dict[str, str]:
         """{name: proteins} of --eval_dataset; "validation" for those without a name. UserError for two of a name, and
         for names that results have."""
-        found: dict[str, str] = {}
+        sets: dict[str, str] = {}
         for text in self.eval_dataset or ():
             name, path = text.split("=", 1) if NAMED.match(text) else ("validation", text)
-            if name in found:
+            if name in sets:
                 raise UserError(f"--eval_dataset {text}: a second {name}: give each a name, as own=own.fasta")
             if name != "validation" and name.split("_")[0] in RESULTS:
                 raise UserError(f"--eval_dataset {text}: {name} is the name of a result: choose another")
-            found[name] = path
-        return found
+            sets[name] = path
+        return sets
 
     @property
     def packing(self) -> bool:
@@ -228,8 +228,8 @@ class DataFlags(SourceFlags):
     @property
     def pack_tokens(self) -> int:
         """Most tokens of a pack. `auto` is resolved before a run begins (`TrainArguments.with_pack`)."""
-        given = None if self.tokens_per_pack == "auto" else self.tokens_per_pack
-        return given or self.per_device_train_batch_size * self.max_seq_length
+        tokens_per_pack = None if self.tokens_per_pack == "auto" else self.tokens_per_pack
+        return tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length
 
     @property
     def pack_size(self) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class BatchPlan:
             return 0
         if self.sequences_per_pack:
             return self._padded_before(end) - self._padded_before(start)
-        first, last = (at.epoch * self.num_windows + at.window for at in (start, end))
+        first, last = (position.epoch * self.num_windows + position.window for position in (start, end))
         if last - first > COUNTED_WINDOWS:
             return round((self.epochs_before(end) - self.epochs_before(start)) * self.packs_per_epoch())
         windows = (self._window(*divmod(number, self.num_windows)) for number in range(first, last))

@@ -70,9 +70,9 @@ class ArrowLists:
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         ids = np.empty(offsets[-1], dtype=self.dtype)
-        at, tokens = offsets.tolist(), [file.tokens for file in self.files]
+        bounds, tokens = offsets.tolist(), [file.tokens for file in self.files]
         for i, (file, source) in enumerate(zip(files.tolist(), (begin + starts).tolist(), strict=True)):
-            ids[at[i] : at[i + 1]] = tokens[file][source : source + at[i + 1] - at[i]]
+            ids[bounds[i] : bounds[i + 1]] = tokens[file][source : source + bounds[i + 1] - bounds[i]]
         return ids, offsets
 
 
@@ -133,8 +133,8 @@ def read_state(directory: Path, step: str) -> dict:
             raise UserError(
                 f"{directory}: holds the splits {', '.join(splits)}: name one, {directory / splits[0]} say"
             )
-        found = "Arrow files but no state.json" if any(directory.glob("*.arrow")) else "no Arrow files"
-        raise UserError(f"{directory}: {found}: not a directory that datasets' save_to_disk completed: tokenise first")
+        fault = "Arrow files but no state.json" if any(directory.glob("*.arrow")) else "no Arrow files"
+        raise UserError(f"{directory}: {fault}: not a directory that datasets' save_to_disk completed: tokenise first")
     try:
         return {"_data_files": [], **json.loads(state_file.read_text(encoding="utf-8"))}
     except (ValueError, TypeError) as error:
@@ -300,8 +300,8 @@ class TokenStore:
         if wrong.any():
             position = int(wrong.argmax())
             record = int(records[np.searchsorted(offsets, position, side="right") - 1])
-            found = ids[position]
-            what = "<pad> inside its sequence" if found == pad else f"token id {found}, the model has 0-{size - 1}"
+            token = ids[position]
+            what = "<pad> inside its sequence" if token == pad else f"token id {token}, the model has 0-{size - 1}"
             raise UserError(f"{self.path}: record {record}: {what}: tokenise again with the model's alphabet")
 
     def _rows(self, records: np.ndarray) -> np.ndarray:

@@ -197,8 +197,8 @@ def packs_per_step(flags: BatchFlags, mesh: Mesh, pack_tokens: int, saved: int |
 
     pack_tokens: of a pack, for --tokens_per_step. `TrainingData.check_ranks` checks that the ranks can share them.
     """
-    if given := flags.packs_per_step_schedule or flags.packs_per_step or saved:
-        return PacksPerStep.of(given)
+    if packs := flags.packs_per_step_schedule or flags.packs_per_step or saved:
+        return PacksPerStep.of(packs)
     if flags.tokens_per_step is None:
         return PacksPerStep.of(mesh.dp_size * flags.gradient_accumulation_steps)
     return PacksPerStep.of(mesh.dp_size * max(1, round(flags.tokens_per_step / (mesh.dp_size * pack_tokens))))

@@ -273,7 +273,7 @@ class Watch(NullWatch):
         """(whether they are silent, the ranks); all ranks if nothing sets one apart."""
         peers, gone = dict(self._peers), self._store_is_gone() and self.rank != 0
         now = self._store_answered if gone else time.monotonic()  # who was silent while the store still answered?
-        silent = [r for r, (message, at) in peers.items() if message["ended"] or now - at > self.silence_s]
+        silent = [r for r, (message, received) in peers.items() if message["ended"] or now - received > self.silence_s]
         silent = [r for r in silent if r != self.rank]
         if causes := [r for r in silent if not peers[r][0]["collateral"]]:
             return True, causes

@@ -226,10 +226,10 @@ class JsonLinesLog:
     def __init__(self, path: Path, keep_through: int):
         """Drops the rows beyond step `keep_through`: a resumed run takes those steps again."""
         self.path = path
-        kept = [row for row in read_json_lines(path) if row["step"] <= keep_through]
+        rows = [row for row in read_json_lines(path) if row["step"] <= keep_through]
         partial = path.with_suffix(".partial")
         try:
-            partial.write_text(_lines(kept))
+            partial.write_text(_lines(rows))
             os.replace(partial, path)
         except OSError:
             partial.unlink(missing_ok=True)

@@ -51,11 +51,11 @@ def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> 
         P(x | <mask>) = f(x)
         P(x | s) = f(x) (k [x = s] + r/R [s is a replacement]) / (k f(s) + r/R [s is a replacement])
     """
-    kept, replaced = max(0.0, 1 - rates.mask_replace_prob - rates.random_replace_prob), rates.random_replace_prob
+    unchanged, replaced = max(0.0, 1 - rates.mask_replace_prob - rates.random_replace_prob), rates.random_replace_prob
     vocabulary = len(frequencies)
     each = np.zeros(vocabulary)
     each[list(tokens.replacements)] = replaced / len(tokens.replacements)
-    joint = frequencies[None] * (kept * np.eye(vocabulary) + each[:, None])
+    joint = frequencies[None] * (unchanged * np.eye(vocabulary) + each[:, None])
     total = joint.sum(1, keepdims=True)
     shown = np.where(total > 0, joint / np.where(total > 0, total, 1), frequencies)
     shown[tokens.mask] = frequencies
@@ -106,9 +106,9 @@ class Baselines:
                 hidden = asked[shown[asked] == self.tokens.mask]
                 log_p = table[shown[asked]], table[shown[hidden]], self.neighbours.log_p(shown, bounds, hidden)
                 sequence = np.searchsorted(bounds[1:], hidden, side="right")
-                for number, (each, at) in enumerate(zip(log_p, (asked, hidden, hidden), strict=True)):
-                    losses = -np.take_along_axis(each, labels[at, None], 1)[:, 0]
-                    sums[number] += losses.sum(), (each.argmax(1) == labels[at]).sum(), len(at)
+                for number, (each, places) in enumerate(zip(log_p, (asked, hidden, hidden), strict=True)):
+                    losses = -np.take_along_axis(each, labels[places, None], 1)[:, 0]
+                    sums[number] += losses.sum(), (each.argmax(1) == labels[places]).sum(), len(places)
                     if number:
                         proteins[number - 1, records] = np.bincount(sequence, losses, minlength=len(records))
         total = partial(_total, world)

@@ -103,8 +103,8 @@ def _draw_held_out(loss, rows: list[dict], results: dict, labels: PlotLabels, pr
         loss.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=name)
     styles = zip(BASELINES, (labels.baseline, labels.neighbours), ("--", ":"), strict=True)
     for (name, _), label, style in styles if prefix == "eval" else ():
-        at = f"eval_{name}_loss{key.removeprefix('eval_loss')}"
-        if (value := next((each[at] for each in (results, *rows) if at in each), None)) is not None:
+        field = f"eval_{name}_loss{key.removeprefix('eval_loss')}"
+        if (value := next((each[field] for each in (results, *rows) if field in each), None)) is not None:
             loss.axhline(value, color="black", linestyle=style, linewidth=1, label=label)
 
 

@@ -75,20 +75,20 @@ class Evaluator:
         is_logged = split in self.task.held_out  # of the test split only the results at the end
         if is_logged:
             logger.info("***** Running Evaluation *****%s", "" if prefix == "eval" else f" ({split})")
-        found = self.task.evaluate(self.strategy.evaluated, split, prefix, step)
+        evaluation = self.task.evaluate(self.strategy.evaluated, split, prefix, step)
         self.strategy.reshard()
         self.strategy.model.train()
-        if found.results:
-            self._last[split] = step, found
-            self.results |= found.results
-        if is_logged and found.results:
-            logger.info(self.task.summary(found.results, prefix))
-        return found
+        if evaluation.results:
+            self._last[split] = step, evaluation
+            self.results |= evaluation.results
+        if is_logged and evaluation.results:
+            logger.info(self.task.summary(evaluation.results, prefix))
+        return evaluation
 
     def losses(self) -> dict[str, ProteinLosses]:
         """{prefix: of the last evaluation of each held-out set}, the test split's too; without text's."""
         prefixes = self.task.held_out | {"test": "test"}
-        return {prefixes[split]: found.losses for split, (_, found) in self._last.items() if found.losses is not None}
+        return {prefixes[split]: each.losses for split, (_, each) in self._last.items() if each.losses is not None}
 
     def downstream(self, step: int) -> dict[str, float]:
         """Results of what else the flags ask of the model after `step` steps, or {}:

@@ -120,15 +120,15 @@ def with_whole_checkpoint(args: RunArguments, world: World) -> RunArguments:
     """
     if world.is_dry_run or args.model.model_name_or_path is None:
         return args
-    given = Path(args.model.model_name_or_path)
-    root = resolve_directory(str(given))
+    requested = Path(args.model.model_name_or_path)
+    root = resolve_directory(str(requested))
     if not world.broadcast_object(is_checkpoint(root)):
         return args
     advice = "give a whole checkpoint, or another model"
-    if root != given:
-        return with_flags(args, model_name_or_path=str(newest_usable(given, world, advice)))
+    if root != requested:
+        return with_flags(args, model_name_or_path=str(newest_usable(requested, world, advice)))
     if damage := damage_of(root, world):
-        world.raise_on_all(UserError(f"--model_name_or_path {given}: {damage}: {advice}"))
+        world.raise_on_all(UserError(f"--model_name_or_path {requested}: {damage}: {advice}"))
     return args
 
 

@@ -179,10 +179,10 @@ def evaluate(
 ) -> Evaluation:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`,
     with the results of `SelectedSums`."""
-    made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, static_shape), world)
+    batches = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, static_shape), world)
     also = SelectedSums(len(store), tokens.mask, world.device)
     sequences = len(store) if has_bar else None
-    return held_out_results(model, made, world, prefix, step, bf16, "selected_tokens", also, sequences)
+    return held_out_results(model, batches, world, prefix, step, bf16, "selected_tokens", also, sequences)
 
 
 class SelectedSums:
@@ -226,8 +226,8 @@ class SelectedSums:
 def below(losses: ProteinLosses, baselines: BaselineLosses, prefix: str) -> dict[str, float]:
     """How far the loss of the hidden residues is below the baselines', with standard errors over proteins, or over
     their clusters."""
-    found = {}
+    results = {}
     for name, theirs in baselines.proteins.items():
         mean, error = losses.below(theirs)
-        found |= {f"{prefix}_below_{name}_masked": mean, f"{prefix}_below_{name}_masked_stderr": error}
-    return {name: value for name, value in found.items() if np.isfinite(value)}
+        results |= {f"{prefix}_below_{name}_masked": mean, f"{prefix}_below_{name}_masked_stderr": error}
+    return {name: value for name, value in results.items() if np.isfinite(value)}

@@ -103,8 +103,8 @@ def _around(symbols: np.ndarray, ids: np.ndarray, offsets: np.ndarray, positions
     first, last = offsets[sequence], offsets[sequence + 1] - 1
     around = np.empty((len(positions), len(PLACES)), np.int64)
     for column, place in enumerate(PLACES):
-        at = np.clip(positions + place, first, last)
-        around[:, column] = np.where(at == positions + place, symbols[ids[at]], HIDDEN)
+        clipped = np.clip(positions + place, first, last)
+        around[:, column] = np.where(clipped == positions + place, symbols[ids[clipped]], HIDDEN)
     around[:, 2:][around[:, :2] == EDGE] = HIDDEN
     return around
 

@@ -94,16 +94,16 @@ def with_named_config(argv: list[str]) -> list[str]:
 
     Other values of --config_name are a model's: facebook/esm2_*, a directory, a name on the Hub.
     """
-    for at, word in enumerate(argv):
+    for index, word in enumerate(argv):
         flag, equals, value = word.partition("=")
         if flag not in ("--config_name", "--config-name"):
             continue
-        name = value if equals else "".join(argv[at + 1 : at + 2])
+        name = value if equals else "".join(argv[index + 1 : index + 2])
         if os.path.isdir(name) or not re.fullmatch(r"\w+", name):
             continue
         file = CONFIGS / f"{RECIPE_CONFIGS.get(name, name)}.yaml"
         if file.is_file():
-            rest = argv[:at] + argv[at + (1 if equals else 2) :]
+            rest = argv[:index] + argv[index + (1 if equals else 2) :]
             if rest and is_file_of_flags(rest[0]):
                 raise UserError(
                     f"--config_name {name}: that is the file of flags {file}, and {rest[0]} another: drop one"
@@ -139,24 +139,24 @@ def task_name(words: list[str]) -> str:
 
     The flags that exist depend on it, so this looks at the words before they are parsed.
     """
-    given: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     if words and is_file_of_flags(words[0]):
         with suppress(UserError, OSError):  # parse_arguments reports it
-            given |= read_file_of_flags(words[0])
+            flags |= read_file_of_flags(words[0])
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            given[name.lstrip("-").replace("-", "_")] = value if equals else after
-    if (task := given.get("task")) is not None:
+            flags[name.lstrip("-").replace("-", "_")] = value if equals else after
+    if (task := flags.get("task")) is not None:
         if task not in TASKS:
             raise UserError(f"--task {task}: choose {', '.join(TASKS)}")
         return task
-    if (model_type := str(given.get("model_type"))) in families():
+    if (model_type := str(flags.get("model_type"))) in families():
         return family_of(model_type).task
-    if not given.keys().isdisjoint(("model", "model_type")):
+    if not flags.keys().isdisjoint(("model", "model_type")):
         return "clm"
     try:
-        config = resolve_directory(str(given["model_name_or_path"])) / "config.json"
+        config = resolve_directory(str(flags["model_name_or_path"])) / "config.json"
         content = json.loads(config.read_text(encoding="utf-8"))
         return family_of(content["model_type"]).task
     except (KeyError, OSError, ValueError, TypeError, RecursionError):

@@ -226,10 +226,10 @@ def _check_position(position: dict) -> None:
         for name, value in position.items():
             check_type(f"position: {name}", value, "int")
         return
-    for stream, at in position.items():
-        plain = stream.isascii() and stream.isdigit() and isinstance(at, list) and 0 < len(at) <= 5
-        if not plain or not all(isinstance(n, int) and 0 <= n <= LARGEST_INT for n in at):
-            raise ValueError(f"position: {shorten({stream: at})} is none")
+    for stream, numbers in position.items():
+        plain = stream.isascii() and stream.isdigit() and isinstance(numbers, list) and 0 < len(numbers) <= 5
+        if not plain or not all(isinstance(n, int) and 0 <= n <= LARGEST_INT for n in numbers):
+            raise ValueError(f"position: {shorten({stream: numbers})} is none")
 
 
 def _check_printable(name: str, *values: Any) -> None:
@@ -243,8 +243,8 @@ def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world:
     """Resolve packs per step, accumulation and the number of steps; all ranks together."""
     with world.raise_together():
         # A resumed run keeps its packs, on any number of ranks, unless another --tokens_per_step is given.
-        kept = args.data.tokens_per_step in (None, state.arguments.get("tokens_per_step"))
-        packs = packs_per_step(args.data, world.mesh, args.pack_tokens, state.packs_per_step if kept else None)
+        keeps_packs = args.data.tokens_per_step in (None, state.arguments.get("tokens_per_step"))
+        packs = packs_per_step(args.data, world.mesh, args.pack_tokens, state.packs_per_step if keeps_packs else None)
         data.check_packs(PacksPerStep.of(state.packs_per_step or packs), packs)
         total_steps, last_step = state.saved_steps(args.data, packs)
         if total_steps is None:

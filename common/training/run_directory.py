@@ -52,7 +52,7 @@ class RunDirectory:
 
     def __init__(self, path: Path):
         self.path, self._kept = path, False
-        self._created = [made for made in (path / RUN, path, *path.parents) if not made.exists()]
+        self._created = [each for each in (path / RUN, path, *path.parents) if not each.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._handle = hold(path / RUN)

@@ -267,14 +267,14 @@ class ScheduleFlags(Flags):
 
     def run_to(self, end: int, total_steps: int, low: float | None = None, plateau_steps: int = 0) -> Run:
         """See `Run`. low: default: --min_lr_rate of the peak."""
-        peak, given, warmup = self.learning_rate, self.warmup_steps, warmup_steps(self, total_steps)
+        peak, warmup_given, warmup = self.learning_rate, self.warmup_steps, warmup_steps(self, total_steps)
         floor = self.chosen.floor if self.min_lr_rate is None else self.min_lr_rate
         return Run(
             peak=peak,
             low=floor * peak if low is None else low,
             floor=floor,
             warmup=warmup,
-            unrounded_warmup=given * end if given is not None and given < 1 else warmup,
+            unrounded_warmup=warmup_given * end if warmup_given is not None and warmup_given < 1 else warmup,
             total=total_steps,
             end=end,
             decay=wsd_decay_steps(self, end, warmup),

@@ -131,8 +131,8 @@ class ModelFlags(BackendFlags):
             raise UserError("--config_overrides changes --config_name; it cannot change --model_name_or_path")
 
     def torch_only(self) -> list[str]:
-        given = {"--gelu exact": self.gelu == "exact", "--fused_gelu": self.fused_gelu}
-        return [*super().torch_only(), *(name for name, is_given in given.items() if is_given)]
+        flags = {"--gelu exact": self.gelu == "exact", "--fused_gelu": self.fused_gelu}
+        return [*super().torch_only(), *(name for name, is_given in flags.items() if is_given)]
 
 
 def encoder_named(model_type: str) -> Family:
@@ -155,7 +155,7 @@ class EncoderFamily(BackendFamily):
     def check_flags(self, flags: ModelFlags) -> None:
         """UserError for flags of ESM-2 only."""
         of_esm2 = {"gelu": flags.gelu, "fused_gelu": flags.fused_gelu, "tokenizer_name": flags.tokenizer_name}
-        for name in (name for name, given in of_esm2.items() if given):
+        for name in (name for name, is_given in of_esm2.items() if is_given):
             raise UserError(f"--{name}: is of ESM-2 only, and this is {self.title}: drop the flag")
         if flags.backend in HF_BACKENDS:
             raise UserError(f"--backend {flags.backend}: is of ESM-2 only: choose auto, te, torch")
@@ -211,8 +211,8 @@ class Esm2(EncoderFamily):
         gelu, remark = choose_gelu(flags.gelu or (before if before in HIDDEN_ACT else None), spec.backend, spec.config)
         make, lines = spec.make, [remark]
         if spec.backend in HF_BACKENDS or flags.fused_gelu:
-            make, said = extra().esm2_layers(args, spec.config, spec.backend, gelu, world, make)
-            lines += said
+            make, remarks = extra().esm2_layers(args, spec.config, spec.backend, gelu, world, make)
+            lines += remarks
         return replace(spec, gelu=gelu, remarks=(*spec.remarks, *(line for line in lines if line)), make=make)
 
     @property

@@ -179,16 +179,16 @@ class Esm2ForMaskedLM(Model):
         this step in training, ESM-2's elsewhere.
         Padding may be on either side, but not inside a sequence.
         """
-        shape, kept = input_ids.shape, None
+        shape, unpadded = input_ids.shape, None
         if input_ids.dim() == 2:
             if attention_mask is None:
                 attention_mask = torch.ones_like(input_ids)
-            kept = attention_mask.flatten().nonzero().squeeze(1)  # [T]: indices in the padded batch
+            unpadded = attention_mask.flatten().nonzero().squeeze(1)  # [T]: indices in the padded batch
             lengths = attention_mask.sum(1)
             cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             max_seqlen = int(lengths.max())
-            input_ids = input_ids.flatten()[kept]
-            labels = labels.flatten()[kept] if labels is not None else None
+            input_ids = input_ids.flatten()[unpadded]
+            labels = labels.flatten()[unpadded] if labels is not None else None
         assert cu_seqlens is not None, "a pack comes with cu_seqlens"
         assert max_seqlen is not None, "and with max_seqlen"
         tokens = len(input_ids)
@@ -222,9 +222,9 @@ class Esm2ForMaskedLM(Model):
                 token_correct=token_correct,
             )
         logits = self.lm_head(hidden, embedding)
-        if kept is not None:
+        if unpadded is not None:
             everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])
-            logits = everywhere.index_copy(0, kept, logits).view(*shape, -1)
+            logits = everywhere.index_copy(0, unpadded, logits).view(*shape, -1)
         return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
 
 

@@ -50,8 +50,8 @@ def _draw(rows: Tensor, first: int, total: int, key: str, std: float, uniform: b
         else:
             values.normal_(0.0, std, generator=stream)
         own = values[max(0, first - begin) : first + len(rows) - begin]
-        at = max(0, begin - first)
-        rows[at : at + len(own)].copy_(own)
+        row = max(0, begin - first)
+        rows[row : row + len(own)].copy_(own)
 
 
 def count_parameters(model: nn.Module) -> int:
