@@ -58,18 +58,18 @@ def esm2_layers(
 ) -> tuple[Callable[[], Any], list[str | None]]:
     from common.models.layers.backend import HF_BACKENDS
 
-    said: list[str | None] = []
+    remarks: list[str | None] = []
     if backend in HF_BACKENDS:
         import extras.interop.hf_backend
 
-        said.append(extras.interop.hf_backend.check(args, world))
+        remarks.append(extras.interop.hf_backend.check(args, world))
         make = partial(extras.interop.hf_backend.StockEsm, config, HF_BACKENDS[backend])
     if args.model.fused_gelu:
         import extras.speed.fused_gelu
 
-        said.append(extras.speed.fused_gelu.check(args, config, gelu, world))
+        remarks.append(extras.speed.fused_gelu.check(args, config, gelu, world))
         make = partial(extras.speed.fused_gelu.with_fused_gelu, make)
-    return make, said
+    return make, remarks
 
 
 def recipe_config(content: dict) -> dict:

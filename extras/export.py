@@ -132,7 +132,7 @@ def main() -> None:
     directory = Path(target).resolve()
     check_free(directory)
     checkpoint = choose(Path(source))
-    made = [path for path in directory.parents if not path.exists()]
+    new_parents = [path for path in directory.parents if not path.exists()]
     try:
         if "nv_esm" in flags:
             from extras.nv_esm import save
@@ -144,7 +144,7 @@ def main() -> None:
         else:
             form = export(checkpoint, directory)
     except (OSError, SafetensorError) as error:
-        for path in made:
+        for path in new_parents:
             with suppress(OSError):
                 path.rmdir()
         raise UserError(f"{directory}: {checkpoint.name} not exported: {one_line(error)[:160]}") from error

@@ -46,8 +46,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def hint(word: str) -> str:
     """What to give in place of another program's flag, given as a word of a command line; "" for none of them."""
-    if found := of_recipe(word):
-        group, entry, value = found
+    if override := of_recipe(word):
+        group, entry, value = override
         if entry:
             return f"here --{RECIPE_OBJECTS[group]} {shown([entry_of(group, {entry: value})])}"
         ours = RECIPE[group]
@@ -88,54 +88,54 @@ def strategy_of(script: str) -> Any:
 
 def translate(words: list[str]) -> Translation:
     """Another program's command in this project's words. UserError if it is none that trains or prepares data."""
-    made = _translate([shell_variables(word) for word in words])
+    translation = _translate([shell_variables(word) for word in words])
     for name in dict.fromkeys(re.findall(r"\$\((\w+)\)", " ".join(words))):
-        if f"${{{name}}}" in str(made).splitlines()[0]:
-            made.notes.append(f"$({name}): ${{{name}}} in a shell")
-    return made
+        if f"${{{name}}}" in str(translation).splitlines()[0]:
+            translation.notes.append(f"$({name}): ${{{name}}} in a shell")
+    return translation
 
 
 def _translate(words: list[str]) -> Translation:
     if joined := next((word for word in words if re.fullmatch(r"[|&;<>]+", word) or word.endswith(";")), None):
         raise UserError(f"{joined}: more than one command: give the one that trains")
-    if (at := _index(words, lambda word: Path(word).name == "sbatch")) is not None:
-        return _job(words[:at], words[at:])
-    at = _index(words, lambda word: word.endswith(".py") and " " not in word)
-    if at is None:
+    if (place := _index(words, lambda word: Path(word).name == "sbatch")) is not None:
+        return _job(words[:place], words[place:])
+    place = _index(words, lambda word: word.endswith(".py") and " " not in word)
+    if place is None:
         raise UserError(
             "no script in this command: give a torchrun, accelerate launch, python, srun or sbatch command"
         )
-    launch = _index(words[:at], lambda word: Path(word).name in ("torchrun", "accelerate") or _is_python(word))
-    launch = at if launch is None else launch
-    made = Translation(before=words[:launch])
-    program, options = words[launch:at][:1], words[launch + 1 : at]
-    theirs, given = Path(words[at]).name, words[at + 1 :]
+    launch = _index(words[:place], lambda word: Path(word).name in ("torchrun", "accelerate") or _is_python(word))
+    launch = place if launch is None else launch
+    translation = Translation(before=words[:launch])
+    program, options = words[launch:place][:1], words[launch + 1 : place]
+    theirs, flags = Path(words[place]).name, words[place + 1 :]
     sharded = False
     if program and Path(program[0]).name == "accelerate":
-        sharded = accelerate(made, options[1:] if options[:1] == ["launch"] else options)
+        sharded = accelerate(translation, options[1:] if options[:1] == ["launch"] else options)
     elif options[:1] == ["-m"] and options[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
-        made.launcher = ["torchrun", *options[2:]]
+        translation.launcher = ["torchrun", *options[2:]]
     else:
-        made.launcher = [*program, *options] or ["python"]  # a bare train.py is not on the PATH
-    if made.launcher and Path(made.launcher[0]).name == "torchrun":
-        rendezvous(made)
+        translation.launcher = [*program, *options] or ["python"]  # a bare train.py is not on the PATH
+    if translation.launcher and Path(translation.launcher[0]).name == "torchrun":
+        rendezvous(translation)
     if (ROOT / theirs).is_file() and theirs not in (
         *STRATEGIES,
         *TRAINER,
     ):  # prepares data, or uses a model: the same here
-        made.script, made.flags = theirs, given
-        return made
-    made.script = _script(theirs, given, sharded)
-    if not made.script:
-        raise UserError(f"{words[at]}: no train script of the guides: {', '.join((*STRATEGIES, *TRAINER))}")
-    if made.script != words[at]:
-        made.notes.append(f"{words[at]}: {made.script}")
-    _flags(made, given, theirs)
-    return made
+        translation.script, translation.flags = theirs, flags
+        return translation
+    translation.script = _script(theirs, flags, sharded)
+    if not translation.script:
+        raise UserError(f"{words[place]}: no train script of the guides: {', '.join((*STRATEGIES, *TRAINER))}")
+    if translation.script != words[place]:
+        translation.notes.append(f"{words[place]}: {translation.script}")
+    _flags(translation, flags, theirs)
+    return translation
 
 
 def _index(words: list[str], wanted: Callable[[str], bool]) -> int | None:
-    return next((at for at, word in enumerate(words) if wanted(word)), None)
+    return next((index for index, word in enumerate(words) if wanted(word)), None)
 
 
 def _is_python(word: str) -> bool:
@@ -144,17 +144,17 @@ def _is_python(word: str) -> bool:
 
 def _job(before: list[str], words: list[str]) -> Translation:
     """A job script for sbatch: that of the same name in slurm/."""
-    at = _index(words, lambda word: Path(word).suffix in (".sh", ".sbatch", ".sub"))
-    if at is None:
+    place = _index(words, lambda word: Path(word).suffix in (".sh", ".sbatch", ".sub"))
+    if place is None:
         raise UserError("sbatch without a job script (.sh, .sbatch): give the whole command")
-    theirs = Path(words[at]).name
+    theirs = Path(words[place]).name
     script = f"slurm/{'train_fsdp.sh' if theirs == 'slurm.sh' else theirs}"  # slurm.sh: NVIDIA's recipe, with FSDP2
     if not (ROOT / script).is_file():
-        raise UserError(f"{words[at]}: no job script of this name in slurm/: see docs/slurm.md")
-    made = Translation([*before, *words[:at]], script=script, flags=words[at + 1 :])
-    if words[at] != script:
-        made.notes.append(f"{words[at]}: {script}, submitted from the repository")
-    return made
+        raise UserError(f"{words[place]}: no job script of this name in slurm/: see docs/slurm.md")
+    translation = Translation([*before, *words[:place]], script=script, flags=words[place + 1 :])
+    if words[place] != script:
+        translation.notes.append(f"{words[place]}: {script}, submitted from the repository")
+    return translation
 
 
 def _script(theirs: str, given: list[str], sharded: bool) -> str:
@@ -197,8 +197,8 @@ def _flags(made: Translation, given: list[str], theirs: str) -> None:
             hydra = True
             _named_config(made, value or "", RECIPE_CONFIGS)
             continue
-        if found := of_recipe(name):
-            hydra, (group, entry, theirs_value) = True, found
+        if override := of_recipe(name):
+            hydra, (group, entry, theirs_value) = True, override
             if entry:
                 objects.setdefault(group, {})[entry] = theirs_value
                 made.notes.append(f"{word}: in --{RECIPE_OBJECTS[group]}")
@@ -242,13 +242,13 @@ def _flags(made: Translation, given: list[str], theirs: str) -> None:
 
 def _trainer_defaults(made: Translation, specs: list[FlagSpec], task: str) -> None:
     """Flags for what transformers' Trainer does by default and these scripts do otherwise."""
-    given, ours = _names(made), {spec.name: spec.default for spec in specs}
+    names, ours = _names(made), {spec.name: spec.default for spec in specs}
     for name, value in (TRAINER_DEFAULTS | (CLM_DEFAULTS if task == "clm" else {})).items():
-        if f"--{name}" not in given:
+        if f"--{name}" not in names:
             made.flags.append(f"--{name}={value}")
             default = "" if ours[name] is None else f": {ours[name]}"
             made.notes.append(f"--{name}={value}: the default there; without it, that here{default}")
-    if {"--num_train_epochs", "--gradient_accumulation_steps"} <= given and "--max_steps" not in given:
+    if {"--num_train_epochs", "--gradient_accumulation_steps"} <= names and "--max_steps" not in names:
         made.notes.append("an epoch's last step takes what is left of the data; older transformers leave it out")
 
 
@@ -257,18 +257,18 @@ def _sanity(made: Translation, own_decay: bool) -> None:
 
     own_decay: the command says where the learning rate's decay ends.
     """
-    given = _names(made)
-    if "--bf16" not in given:
+    names = _names(made)
+    if "--bf16" not in names:
         if not {"--fp8", "--fp4"}.isdisjoint(made.flags):
             made.flags.append("--bf16")
             made.notes.append("--bf16: as there; Transformer Engine's FP8 and FP4 need it")
         else:
             made.notes.append("computes in bf16 there, in fp32 here: --bf16 for theirs (weights stay fp32)")
-    if given.isdisjoint({"--dataset", "--dataset_dir"}):
+    if names.isdisjoint({"--dataset", "--dataset_dir"}):
         made.notes.append("trains on a train.parquet of the recipe there, on generated proteins here (--dataset)")
     if not own_decay:
         made.notes.append("the learning rate falls until num_training_steps there, until the run's last step here")
-    if "--torch_compile" not in given and "_cp" not in (made.config or made.script):
+    if "--torch_compile" not in names and "_cp" not in (made.config or made.script):
         here = "torch's on a GPU, and with --torch_compile; Transformer Engine's never"
         here = "transformers' never" if "--backend=hf" in made.flags else here
         made.notes.append(f"compiles layers there (use_torch_compile), here {here}")
@@ -338,9 +338,9 @@ def main() -> None:
             words = shlex.split(words[0].replace("\\\n", " "))
         except ValueError as error:
             raise UserError(f"not a command line: {error}") from error
-    made = translate(words)
-    print(made, flush=True)
-    check(made)
+    translation = translate(words)
+    print(translation, flush=True)
+    check(translation)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def stock_config(content: dict[str, Any]) -> dict[str, Any]:
     for name, expected in LAYOUT.items():
         if content.get(name, expected) != expected:
             raise ValueError(f"{name} is {content[name]!r}: of nv_esm models only {expected!r} is read")
-    kept = {name: value for name, value in content.items() if name not in LAYOUT | COMPUTING}
-    return kept | {"model_type": "esm", "architectures": ["EsmForMaskedLM"], "hidden_act": HIDDEN_ACT["tanh"]}
+    fields = {name: value for name, value in content.items() if name not in LAYOUT | COMPUTING}
+    return fields | {"model_type": "esm", "architectures": ["EsmForMaskedLM"], "hidden_act": HIDDEN_ACT["tanh"]}
 
 
 def pieces(theirs: Mapping[str, Tensor], config: Esm2Config, where: str) -> Iterator[tuple[str, Tensor]]:

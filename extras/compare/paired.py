@@ -90,7 +90,7 @@ def compare(first: Group, second: Group) -> Difference | None:
     pairs = [(first.by_seed[seed], second.by_seed[seed]) for seed in first.by_seed if seed in second.by_seed]
     runs = tuple(zip(*pairs, strict=True)) if pairs else (first.runs, second.runs)
     losses = [[run.losses for run in of if run.losses is not None] for of in runs]
-    if any(len(found) < len(of) for found, of in zip(losses, runs, strict=True)):
+    if any(len(known) < len(of) for known, of in zip(losses, runs, strict=True)):
         return None
     counts, clusters = losses[0][0].masked, losses[0][0].clusters
     sums = [np.stack([each.loss_sum for each in of]) for of in losses]  # [seeds, proteins]

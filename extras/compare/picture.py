@@ -89,11 +89,11 @@ def _curve(run: Run) -> np.ndarray:
 def baselines(groups: Sequence[Group]) -> list[tuple[str, float]]:
     """(name, loss) of predictors that are not the model, on the same residues, as the first run that has them."""
     runs = [run for group in groups for run in group.runs]
-    found = []
+    values = []
     for name, _ in BASELINES:
         key = f"eval_{name}_loss{runs[0].key.removeprefix('eval_loss')}"
-        found += [(NAMES[name], run.last[key]) for run in runs if key in run.last][:1]
-    return found
+        values += [(NAMES[name], run.last[key]) for run in runs if key in run.last][:1]
+    return values
 
 
 def unit(run: Run) -> str:

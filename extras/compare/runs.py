@@ -176,14 +176,14 @@ def _read_losses(path: Path, step: int | None) -> ProteinLosses | None:
     """None if there are none of this step: a run that goes on has those of its earlier end."""
     if not (path / LOSSES).exists():
         return None
-    losses, at = read_losses(path / LOSSES)
-    return losses if step in (None, at) else None
+    losses, saved_step = read_losses(path / LOSSES)
+    return losses if step in (None, saved_step) else None
 
 
 def _was_stopped(state: dict[str, Any], rows: list[dict]) -> bool:
     """By --stop_at_step or --stop_after_minutes, and not within a hundredth of the end, which may be an estimate."""
-    given = any(state.get("arguments", {}).get(name) for name in ("stop_at_step", "stop_after_minutes"))
-    return given and bool(rows) and rows[-1]["step"] < 0.99 * rows[-1].get("total_steps", 0)
+    has_limit = any(state.get("arguments", {}).get(name) for name in ("stop_at_step", "stop_after_minutes"))
+    return has_limit and bool(rows) and rows[-1]["step"] < 0.99 * rows[-1].get("total_steps", 0)
 
 
 def _read_state(path: Path, rows: list[dict]) -> tuple[dict[str, Any], bool]:
@@ -226,10 +226,10 @@ def group_runs(runs: Sequence[Run], baseline: Path | None = None) -> list[Group]
             groups.append((run.settings, [run]))
         else:
             group.append(run)
-    found = [of for _, of in groups]
+    groups_of_runs = [of for _, of in groups]
     if baseline is not None:
-        found.sort(key=lambda of: baseline.resolve() not in {run.path.resolve() for run in of})
-    return _labelled(found)
+        groups_of_runs.sort(key=lambda of: baseline.resolve() not in {run.path.resolve() for run in of})
+    return _labelled(groups_of_runs)
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
@@ -239,12 +239,12 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 def _differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """{name: each one's value, None where it is not recorded}, of those that are recorded with different values."""
-    found = {}
+    differing = {}
     for name in dict.fromkeys(name for each in settings for name in each):
         recorded = [each[name] for each in settings if name in each]
         if any(value != recorded[0] for value in recorded):
-            found[name] = [each.get(name) for each in settings]
-    return found
+            differing[name] = [each.get(name) for each in settings]
+    return differing
 
 
 def without_effect(groups: Sequence[Group]) -> list[str]:

@@ -98,8 +98,8 @@ class DelayedScales:
         history[:, seen] = torch.cat((latest[None], history[:-1]))[:, seen]
         amax = history[0] if self.recipe.amax_compute_algo == "most_recent" else history.amax(0)
         for element in set(self.elements):
-            at = seen & torch.tensor([e == element for e in self.elements], device=scale.device)
-            scale[at] = fp8_scale(amax[at], element, scale[at] * 2**self.recipe.margin) / 2**self.recipe.margin
+            mask = seen & torch.tensor([e == element for e in self.elements], device=scale.device)
+            scale[mask] = fp8_scale(amax[mask], element, scale[mask] * 2**self.recipe.margin) / 2**self.recipe.margin
         self.amax.zero_()
 
 

@@ -137,12 +137,12 @@ def check_dimensions(plan: Plan, sizes: dict[str, int], remedy: str) -> None:
 
 def formats(plan: Plan, rest: str) -> dict[str, str]:
     """{"1-3": "MXFP8, e4m3", ...} of runs of layers alike; `rest`: what the other layers compute in."""
-    found, at = {}, 1
+    by_layers, first = {}, 1
     for recipe, group in groupby(plan):
-        last = at + len(list(group)) - 1
-        found[_ranges(range(at, last + 1))] = rest if recipe is None else _detailed(recipe)
-        at = last + 1
-    return found
+        last = first + len(list(group)) - 1
+        by_layers[_ranges(range(first, last + 1))] = rest if recipe is None else _detailed(recipe)
+        first = last + 1
+    return by_layers
 
 
 def describe(plan: Plan, rest: str) -> str:
@@ -170,23 +170,23 @@ def _ranges(layers) -> str:
 def _kwargs(flag: str, text: str | None, kind: type[Recipe]) -> dict:
     """The fields of a recipe from a JSON object, names and types checked."""
     try:
-        given = json.loads(text or "{}")
+        kwargs = json.loads(text or "{}")
     except RecursionError:
         raise UserError(f"{flag}: no JSON that can be read: nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{flag} {text}: no JSON: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(kwargs, dict):
         raise UserError(f'{flag} {text}: expected an object such as {{"margin": 0}}')
-    for name in FIXED.keys() & given.keys():
+    for name in FIXED.keys() & kwargs.keys():
         only, why = FIXED[name]
-        if (value := given.pop(name)) != only:
+        if (value := kwargs.pop(name)) != only:
             raise UserError(f"{flag}: {name} {json.dumps(value)}: {why}: drop it")
     known: dict[str, Any] = {f.name: type(f.default) for f in fields(kind) if f.name != "fp8_format"}
-    for name, value in given.items():
+    for name, value in kwargs.items():
         if name not in known:
             raise UserError(f"{flag}: {kind.__name__} has no {name}: it has {', '.join(known) or 'nothing to set'}")
         if type(value) is not known[name]:
             raise UserError(f"{flag}: {name} {json.dumps(value)}: expected a value like {json.dumps(known[name]())}")
-    if wrong := kind.check_kwargs(given):
+    if wrong := kind.check_kwargs(kwargs):
         raise UserError(f"{flag}: {wrong}")
-    return given
+    return kwargs

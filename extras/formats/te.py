@@ -48,9 +48,9 @@ def te_recipe(recipe: Recipe):
         if os.environ.get(name, "0") not in ("", "0", "none"):
             raise UserError(f"{name}={os.environ[name]} would change a recipe unseen: {instead}; unset {name}")
     settings = asdict(recipe) | {"fp8_format": _FORMATS[recipe.fp8_format]}
-    made = getattr(te_recipes, recipe.te_class)(**settings)
+    built = getattr(te_recipes, recipe.te_class)(**settings)
     try:
-        check_recipe_support(made)
+        check_recipe_support(built)
     except RuntimeError as error:
         raise UserError(
             f"{recipe.flag}: {recipe.title}: Transformer Engine says: {str(error).rstrip('.')}: choose another "
@@ -59,8 +59,8 @@ def te_recipe(recipe: Recipe):
     # These two fields only set class-wide defaults, when the package is imported; what counts are the QParams.
     if recipe.te_power_of_2 is not None:
         for tensor in ("fwd_inp", "fwd_weight", "bwd_grad"):
-            setattr(made, f"fp8_quant_{tensor}", QParams(power_2_scale=recipe.te_power_of_2, amax_epsilon=0.0))
-    return made
+            setattr(built, f"fp8_quant_{tensor}", QParams(power_2_scale=recipe.te_power_of_2, amax_epsilon=0.0))
+    return built
 
 
 class Quantised:
@@ -73,17 +73,17 @@ class Quantised:
     def __init__(self, model: Model, plan: Plan, fp8_params: bool = False, key: int = 0):
         self.plan, self.key = plan, key
         self.draws = any(recipe.draws for recipe in plan if recipe is not None)
-        made = {recipe: te_recipe(recipe) for recipe in plan if recipe is not None}
+        recipes = {recipe: te_recipe(recipe) for recipe in plan if recipe is not None}
         # Delayed scaling has to be the outer one: see above. The other recipes keep nothing.
-        self.outer = min(made, key=lambda recipe: not recipe.keeps_scales)
-        self.recipes = made
+        self.outer = min(recipes, key=lambda recipe: not recipe.keeps_scales)
+        self.recipes = recipes
         self.model, self.layers = model, model.layers
         self._state: dict[str, Tensor] = {}
         self.layers.quantised = self
         if fp8_params:
             for number, recipe in enumerate(plan):
                 if recipe is not None and recipe.fp8_params:
-                    with te.quantized_model_init(recipe=made[recipe]):
+                    with te.quantized_model_init(recipe=recipes[recipe]):
                         self.layers[number] = type(self.layers[number])(model.config, number)
         of_layers = zip(self.layers, plan, strict=True)
         self._nan_guard = NanGuard([layer for layer, recipe in of_layers if recipe is not None and recipe.hides_nan])
@@ -130,8 +130,8 @@ class Quantised:
     def _inner(self, recipe: Recipe | None):
         # Also where nothing is quantised it notes the recipe under a name that leaves out amax_compute_algo: a default
         # one, noted last, would have the histories' maximum taken where the latest amax was asked for.
-        made = self.recipes[self.outer if recipe is None else recipe]
-        with te.autocast(enabled=recipe is not None, recipe=made):
+        inner = self.recipes[self.outer if recipe is None else recipe]
+        with te.autocast(enabled=recipe is not None, recipe=inner):
             # The first module of a pass ends it when the backward pass gets there: then gradients' histories move on.
             # Each autocast hands the mark back as it found it, so that each layer in one of its own would have a first
             # module, and move them on once more. It is to be one of the outer recipe's.

@@ -88,11 +88,11 @@ class _FileSlice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        if at < 0:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
+        if position < 0:
             raise zipfile.BadZipFile("damaged archive")
-        self.at = at
-        return at
+        self.at = position
+        return position
 
     def readinto(self, buffer) -> int:
         count = max(0, min(len(buffer), self.length - self.at))

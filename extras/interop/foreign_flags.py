@@ -38,8 +38,8 @@ class Ours:
             return [f"--{self.flag}"]
         names = self.flag.split()
         parts = [value] if len(names) == 1 else unlisted(value).split(",")
-        given = [f"--{name}={self.convert(part.strip())}" for name, part in zip(names, parts, strict=False)]
-        return given + self.also(value)
+        flags = [f"--{name}={self.convert(part.strip())}" for name, part in zip(names, parts, strict=False)]
+        return flags + self.also(value)
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class OfJson(Ours):
 
     def words(self, value: str) -> list[str]:
         try:
-            given = json.loads(value)
+            content = json.loads(value)
         except ValueError:
             return []
-        entries = given.items() if isinstance(given, dict) else ()
+        entries = content.items() if isinstance(content, dict) else ()
         numbers = ((key, entry) for key, entry in entries if isinstance(entry, int | float))
         return [f"--{self.keys[key]}={entry}" for key, entry in numbers if key in self.keys]
 

@@ -20,8 +20,8 @@ def shell_variables(word: str) -> str:
 
 def accelerate(made: Translation, options: list[str]) -> bool:
     """Options of `accelerate launch` as torchrun's, and as flags of the script. Returns whether it shards (FSDP)."""
-    given = {_key(name): value for name, value in pairs(options)}
-    nodes, ranks = given.get("num_machines") or "1", given.get("num_processes")
+    settings = {_key(name): value for name, value in pairs(options)}
+    nodes, ranks = settings.get("num_machines") or "1", settings.get("num_processes")
     made.launcher = ["torchrun", f"--nnodes={nodes}"]
     if ranks and re.fullmatch(r"[1-9][0-9]* [1-9][0-9]*", f"{ranks} {nodes}"):
         made.launcher.append(f"--nproc_per_node={-(-int(ranks) // int(nodes))}")
@@ -31,9 +31,9 @@ def accelerate(made: Translation, options: list[str]) -> bool:
         made.notes.append(f"--num_processes={ranks}: torchrun starts a rank on each GPU of a node")
     else:
         made.notes.append("without --num_processes: one rank a node; torchrun's --nproc_per_node=gpu: one on each GPU")
-    where, port = given.get("main_process_ip"), given.get("main_process_port") or "29500"
-    by_store = given.get("rdzv_backend") not in (None, "static")
-    for name, value in given.items():
+    where, port = settings.get("main_process_ip"), settings.get("main_process_port") or "29500"
+    by_store = settings.get("rdzv_backend") not in (None, "static")
+    for name, value in settings.items():
         ours = ACCELERATE.get(name)
         if name in ("num_processes", "num_machines"):
             continue
@@ -52,27 +52,27 @@ def accelerate(made: Translation, options: list[str]) -> bool:
     if by_store and where:
         made.launcher.append(f"--rdzv_endpoint={where}:{port}")
         made.notes.append("--main_process_ip, --main_process_port: torchrun's --rdzv_endpoint")
-    return "use_fsdp" in given or any(name.startswith("fsdp_") for name in given)
+    return "use_fsdp" in settings or any(name.startswith("fsdp_") for name in settings)
 
 
 def rendezvous(made: Translation) -> None:
     """torchrun's options as they work here: c10d for etcd, and with c10d no number of the node."""
-    given = {_key(name): value or "" for name, value in pairs(made.launcher[1:])}
-    backend, changed = given.get("rdzv_backend"), {}
+    settings = {_key(name): value or "" for name, value in pairs(made.launcher[1:])}
+    backend, changed = settings.get("rdzv_backend"), {}
     if backend in ETCD:
         host, advice = "localhost", ""
-        if given.get("nnodes", "1") != "1":
+        if settings.get("nnodes", "1") != "1":
             host, advice = "${MASTER_ADDR}", ": set MASTER_ADDR to its name on each node (esm2-worker-0 in the guide)"
-        port = re.search(r":(\d+)$", given.get("rdzv_endpoint", ""))
+        port = re.search(r":(\d+)$", settings.get("rdzv_endpoint", ""))
         changed = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{host}:{port[1] if port else 29500}"}
         made.notes.append(f"--rdzv_backend={backend}: c10d, without a server: nodes meet at the first of them{advice}")
-    if backend in (*ETCD, "c10d") and "node_rank" in given:
+    if backend in (*ETCD, "c10d") and "node_rank" in settings:
         changed["node_rank"] = ""
         made.notes.append("the node's rank (--machine_rank, --node_rank): none: a c10d rendezvous gives it")
     if changed:
-        kept = [(name, value) for name, value in pairs(made.launcher[1:]) if _key(name) not in changed]
-        kept += [(f"--{name}", value) for name, value in changed.items() if value]
-        made.launcher[1:] = [name if value is None else f"{name}={value}" for name, value in kept]
+        remaining = [(name, value) for name, value in pairs(made.launcher[1:]) if _key(name) not in changed]
+        remaining += [(f"--{name}", value) for name, value in changed.items() if value]
+        made.launcher[1:] = [name if value is None else f"{name}={value}" for name, value in remaining]
 
 
 def _key(option: str) -> str:

@@ -51,7 +51,7 @@ def check(args: Any, world: World) -> str | None:
         "--dry_run": world.is_dry_run,
     }
     name = f"--backend {model.backend}"
-    for flag in (flag for flag, given in unsupported.items() if given):
+    for flag in (flag for flag, is_given in unsupported.items() if is_given):
         raise UserError(f"{name}: {flag} is not of transformers' layers: drop one of the two")
     if strategy.needs_layers:
         raise UserError(f"{name}: Megatron-FSDP gathers weights layer by layer: use train_fsdp2.py, or train_ddp.py")

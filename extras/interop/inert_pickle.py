@@ -132,13 +132,13 @@ class _Machine:
 
     def pop_to_mark(self) -> list[Any]:
         """Remove and return the values above the last mark, and the mark."""
-        at = len(self.stack) - 1
-        while self.stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
+        mark = len(self.stack) - 1
+        while self.stack[mark] is not _MARK:
+            mark -= 1
+            if mark < 0:
                 raise Refused("damaged pickle")
-        values = self.stack[at + 1 :]
-        del self.stack[at:]
+        values = self.stack[mark + 1 :]
+        del self.stack[mark:]
         return values
 
     def extend(self, values: list[Any]) -> None:

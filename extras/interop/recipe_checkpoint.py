@@ -31,12 +31,12 @@ def weight_files(directory: Path) -> list[Path]:
 def config_file(directory: Path) -> Path:
     """Its config.json, or that of the run's final_model/ beside it. UserError if there is none."""
     places = (directory / CONFIG, directory.parent / "final_model" / CONFIG)
-    found = next((path for path in places if path.is_file()), None)
-    if found is None:
+    file = next((path for path in places if path.is_file()), None)
+    if file is None:
         raise UserError(
             f"{directory}: a checkpoint of the recipe, which saves no {CONFIG} with it: copy that of its model there"
         )
-    return found
+    return file
 
 
 def read(directory: Path) -> dict[str, Tensor]:

@@ -71,17 +71,17 @@ def shown(words: Iterable[str]) -> str:
 
 def pairs(words: list[str]) -> Iterable[tuple[str, str | None]]:
     """(word, its value) of words such as --a=1, --a 1, --a; a word that belongs to no flag comes alone."""
-    at = 0
-    while at < len(words):
-        name, equals, value = words[at].partition("=")
-        at += 1
+    index = 0
+    while index < len(words):
+        name, equals, value = words[index].partition("=")
+        index += 1
         if not name.startswith("-"):
             yield f"{name}{equals}{value}", None
         elif equals:
             yield name, value
-        elif at < len(words) and not re.match(r"-(?!\d)", words[at]) and not of_recipe(words[at]):
-            yield name, words[at]
-            at += 1
+        elif index < len(words) and not re.match(r"-(?!\d)", words[index]) and not of_recipe(words[index]):
+            yield name, words[index]
+            index += 1
         else:
             yield name, None
 

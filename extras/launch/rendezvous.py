@@ -122,7 +122,7 @@ def decode(data: bytes) -> RendezvousState:
     state.participants = {_node(node): _number(rank) for node, rank in _typed(list, values["participants"])}
     state.wait_list = {_node(node) for node in _typed(list, values["wait_list"])}
     state.redundancy_list = {_node(node) for node in _typed(list, values["redundancy_list"])}
-    state.last_heartbeats = {_node(node): _time(at) for node, at in _typed(list, values["last_heartbeats"])}
+    state.last_heartbeats = {_node(node): _time(seen) for node, seen in _typed(list, values["last_heartbeats"])}
     return state
 
 

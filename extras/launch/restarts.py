@@ -42,12 +42,12 @@ def output_dir_of(arguments: list[str]) -> Path | None:
     """The train script's --output_dir; None for a command that writes no checkpoints to count starts by."""
     if not {"-m", "--module"}.isdisjoint(arguments) or "embed.py" in (Path(word).name for word in arguments):
         return None
-    given = None
+    output_dir = None
     for word, following in zip(arguments, [*arguments[1:], None], strict=True):
         name, equals, value = word.partition("=")
         if name.replace("-", "_") in ("__output_dir", "__checkpoint_dir"):
-            given = value if equals else following
-    return Path(given) if given else None
+            output_dir = value if equals else following
+    return Path(output_dir) if output_dir else None
 
 
 class RestartCounter:

@@ -114,8 +114,8 @@ def choose(args: TuningArguments, seconds: dict[str, float], evaluated: int) -> 
 
 def flags_of_run(args: TuningArguments) -> dict:
     """The run's flags that differ from their defaults, without the flags of this module."""
-    given = flat(args)
-    return {name: given[name] for name, default in flat(TrainArguments()).items() if given[name] != default}
+    flags = flat(args)
+    return {name: flags[name] for name, default in flat(TrainArguments()).items() if flags[name] != default}
 
 
 def main() -> None:

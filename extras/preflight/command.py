@@ -22,22 +22,22 @@ OF_RUN = ("dataset_dir", "dataset", "output_dir", "save_total_limit", "optim", "
 
 def split_command(argv: list[str]) -> tuple[list[str], RunArguments | None]:
     """Preflight's own flags, and the run of `SCRIPT FLAGS...` behind them (None without). UserError for its flags."""
-    at = next((number for number, word in enumerate(argv) if Path(word).name in STRATEGIES), len(argv))
-    if at == len(argv):
+    index = next((number for number, word in enumerate(argv) if Path(word).name in STRATEGIES), len(argv))
+    if index == len(argv):
         return argv, None
-    if not argv[at + 1 :]:
-        raise UserError(f"{argv[at]}: its flags are missing: give the command of the job")
-    return argv[:at], parse_run(None, strategy_of(Path(argv[at]).name), argv[at + 1 :])
+    if not argv[index + 1 :]:
+        raise UserError(f"{argv[index]}: its flags are missing: give the command of the job")
+    return argv[:index], parse_run(None, strategy_of(Path(argv[index]).name), argv[index + 1 :])
 
 
 def flags_of(run: RunArguments) -> dict:
     """Preflight's flags as a run has them. Text is not looked at, nor proteins that the run itself makes."""
-    found = {name: value for name, value in flat(run).items() if name in OF_RUN}
+    flags = {name: value for name, value in flat(run).items() if name in OF_RUN}
     if run.task == "clm":
-        found |= {"dataset": None, "dataset_dir": None}
-    elif found["dataset"] == SAMPLE:
-        found["dataset"] = None
-    return found | {"config_name": run.model_named}
+        flags |= {"dataset": None, "dataset_dir": None}
+    elif flags["dataset"] == SAMPLE:
+        flags["dataset"] = None
+    return flags | {"config_name": run.model_named}
 
 
 def model_of(run: RunArguments) -> nn.Module | None:

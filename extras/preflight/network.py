@@ -44,14 +44,14 @@ def check_interfaces(
 ) -> Finding:
     """Whether the variables that select network interfaces leave one. interfaces: instead of this machine's."""
     interfaces = _interfaces() if interfaces is None else interfaces
-    found = f"interfaces {', '.join(interfaces) or 'none'}"
+    detail = f"interfaces {', '.join(interfaces) or 'none'}"
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
     if missing := [name for name in gloo.split(",") if name and name not in interfaces]:
         todo = f"unset it, or name one of {', '.join(interfaces)}"
         return Finding("interfaces", ERROR, f"GLOO_SOCKET_IFNAME={gloo}: there is no {', '.join(missing)}", todo)
     setting = environment.get("NCCL_SOCKET_IFNAME")
     if not setting:
-        return Finding("interfaces", OK, found)
+        return Finding("interfaces", OK, detail)
     left = interfaces_left(setting, interfaces)
     if not left or (num_nodes > 1 and left == ["lo"]):
         what = (
@@ -119,7 +119,7 @@ def efa_devices(sysfs: Path = Path("/sys/class/infiniband")) -> list[str]:
         return file.read_text().strip().lower() if file.exists() else ""
 
     pci = [(path.name, path / "device") for path in sorted(sysfs.glob("*"))]
-    return [name for name, at in pci if text(at / "vendor") == AMAZON and text(at / "device").startswith("0xefa")]
+    return [name for name, dev in pci if text(dev / "vendor") == AMAZON and text(dev / "device").startswith("0xefa")]
 
 
 def check_efa(
@@ -145,9 +145,9 @@ def check_efa(
     if fi_info:
         done = subprocess.run([fi_info, "-p", "efa"], capture_output=True, text=True, timeout=8)
         if not re.search(r"^provider:\s*efa\s*$", done.stdout, re.MULTILINE):
-            said = " ".join((done.stdout + done.stderr).split())[:80]
+            output = " ".join((done.stdout + done.stderr).split())[:80]
             todo = "install the EFA software in the image, and give it the devices"
-            findings.append(Finding("efa", ERROR, f"fi_info -p efa finds no provider ({said})", todo))
+            findings.append(Finding("efa", ERROR, f"fi_info -p efa finds no provider ({output})", todo))
     else:
         findings.append(Finding("efa", WARN, "fi_info is not installed: libfabric was not checked", "install it"))
     plugin = _plugin(environment)

@@ -86,15 +86,15 @@ def check_gpus(asked: int | None, use_cpu: bool, driver: Path = Path("/proc/driv
         return Finding("gpus", ERROR, f"the NVIDIA driver is loaded, but torch {torch.__version__} sees no GPU", todo)
     if seen:
         names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(seen)}))
-        found = f"{seen} x {names}" if asked is None else f"{seen} x {names}, {asked} required"
+        detail = f"{seen} x {names}" if asked is None else f"{seen} x {names}, {asked} required"
     else:
-        found = "none" if not asked else f"none, {asked} required"
+        detail = "none" if not asked else f"none, {asked} required"
     if asked is not None and seen < asked:
         todo = "see nvidia-smi on that node; in a container: --gpus all, or nvidia.com/gpu in its resources"
-        return Finding("gpus", ERROR, found, todo)
+        return Finding("gpus", ERROR, detail, todo)
     if asked and seen > asked:
-        return Finding("gpus", WARN, found, "the others are idle: raise --nproc_per_node")
-    return Finding("gpus", OK, found)
+        return Finding("gpus", WARN, detail, "the others are idle: raise --nproc_per_node")
+    return Finding("gpus", OK, detail)
 
 
 def check_own_gpu(local_rank: int) -> Finding | None:
@@ -109,19 +109,19 @@ def check_own_gpu(local_rank: int) -> Finding | None:
 
 def versions() -> dict[str, str]:
     """Versions, which must be the same on every node."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    installed = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("transformers", "transformer_engine"):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "none"
+            installed[name] = "none"
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["driver"] = nvidia_driver() or "none"
+        installed["cuda"] = torch.version.cuda
+        installed["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    installed["driver"] = nvidia_driver() or "none"
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        installed["gpu"] = torch.cuda.get_device_name()
+    return installed
 
 
 def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
@@ -137,11 +137,11 @@ def check_shm(num_workers: int, path: str = "/dev/shm") -> Finding:
     """Shared memory, through which loader workers (and NCCL within a node) pass data."""
     disk = os.statvfs(path)
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-    found = f"{size / GB:.2f} GB, {free / GB:.2f} free"
+    detail = f"{size / GB:.2f} GB, {free / GB:.2f} free"
     todo = "docker: --ipc=host or --shm-size=8g; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     if min(size, free) <= DOCKER_SHM and num_workers > 0:
-        return Finding("shm", ERROR, f"{found}: too small for loader workers", todo)
-    return Finding("shm", OK if free >= ROOMY_SHM else WARN, found, "" if free >= ROOMY_SHM else todo)
+        return Finding("shm", ERROR, f"{detail}: too small for loader workers", todo)
+    return Finding("shm", OK if free >= ROOMY_SHM else WARN, detail, "" if free >= ROOMY_SHM else todo)
 
 
 def check_output(
@@ -160,19 +160,19 @@ def check_output(
     path = Path(output_dir).expanduser().absolute()
     where, free = _free_space(path)
     kind = _filesystem(where)
-    found = f"{path} ({kind}): {free / GB:.1f} GB free"
-    made = make()
-    needed = 0 if made is None else bytes_needed(made, limit, optim)
+    detail = f"{path} ({kind}): {free / GB:.1f} GB free"
+    built = make()
+    needed = 0 if built is None else bytes_needed(built, limit, optim)
     if free + checkpoint_bytes(path) < needed:
-        what = f"{found}: too little for checkpoints of {model}: {limit or 2} and the next take {needed / GB:.1f}"
+        what = f"{detail}: too little for checkpoints of {model}: {limit or 2} and the next take {needed / GB:.1f}"
         return Finding("output", ERROR, what, "free disk space, or lower --save_total_limit")
     if free < min_free_gb * GB:
         todo = f"free disk space: a checkpoint is {BYTES_PER_PARAMETER} bytes per parameter (want {min_free_gb:g})"
-        return Finding("output", ERROR if free < FULL_DISK else WARN, found, todo)
+        return Finding("output", ERROR if free < FULL_DISK else WARN, detail, todo)
     if kind in EPHEMERAL:
         todo = "this filesystem is lost with the container or node: use a shared volume"
-        return Finding("output", WARN, found, todo)
-    return Finding("output", OK, found)
+        return Finding("output", WARN, detail, todo)
+    return Finding("output", OK, detail)
 
 
 def check_cache(needed: bool) -> Finding:
@@ -185,8 +185,8 @@ def check_cache(needed: bool) -> Finding:
         _, free = _free_space(path)
     except UserError as error:
         return Finding("cache", level, str(error), todo)
-    found = f"{path}: {free / GB:.1f} GB free"
-    return Finding("cache", level, found, todo) if free < FULL_DISK else Finding("cache", OK, found)
+    detail = f"{path}: {free / GB:.1f} GB free"
+    return Finding("cache", level, detail, todo) if free < FULL_DISK else Finding("cache", OK, detail)
 
 
 def existing(path: Path) -> Path:

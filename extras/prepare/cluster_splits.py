@@ -74,9 +74,9 @@ def split_by_clusters(
     has the records' numbers (`cluster_records`), not their ids; max_record, gaps: as of `read_rows` and its cleaner.
     """
     directory = build.scratch / DIRECTORY
-    made = build.done("clustered")
+    clustered = build.done("clustered")
     # publish_indices needs the buckets, which are not flushed to the disk: make them again after a reboot.
-    if made is None or (made["boot"] != boot_id() and build.done(INDEXED) is None):
+    if clustered is None or (clustered["boot"] != boot_id() and build.done(INDEXED) is None):
         shutil.rmtree(directory, ignore_errors=True)
         counts, bad = [0] * len(files), BadRecords(policy)
 
@@ -96,30 +96,30 @@ def split_by_clusters(
             )
         labels = draw_splits(joined.buckets, sizes_of(records), all_left, directory / "labels.npy")
         sizes = [int((labels == split).sum()) for split in range(len(SPLITS))]
-        made = {"boot": boot_id(), "counts": counts, "sizes": sizes, "bad": bad.state}
-        made |= {"repeated": joined.repeated, "missing": joined.missing}
-        build.note("clustered", made)
+        clustered = {"boot": boot_id(), "counts": counts, "sizes": sizes, "bad": bad.state}
+        clustered |= {"repeated": joined.repeated, "missing": joined.missing}
+        build.note("clustered", clustered)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
-    build.results["not_in_cluster_table"] = made["missing"]
-    if made["missing"]:
-        counted = (f"{made['missing']:,}", f"{len(labels):,}")
+    build.results["not_in_cluster_table"] = clustered["missing"]
+    if clustered["missing"]:
+        counted = (f"{clustered['missing']:,}", f"{len(labels):,}")
         logger.warning("%s of %s records are not in %s: each is a cluster of its own", *counted, table)
-    if made["repeated"]:
-        logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{made['repeated']:,}")
+    if clustered["repeated"]:
+        logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{clustered['repeated']:,}")
     windows = (np.asarray(labels[first : first + WINDOW]) for first in range(0, len(labels), WINDOW))
-    return ClusterSplits(made["counts"], made["sizes"], windows, BadRecords(policy, **made["bad"]))
+    return ClusterSplits(clustered["counts"], clustered["sizes"], windows, BadRecords(policy, **clustered["bad"]))
 
 
 def publish_indices(build: Build, copies: np.ndarray) -> None:
     """Move each split's index of clusters into its directory, once. copies: bool, one per record in a split."""
     directory = build.scratch / DIRECTORY
-    made = {split: directory / split for split in SPLITS}
+    paths = {split: directory / split for split in SPLITS}
     if build.done(INDEXED) is None:
         labels = without_copies(np.load(directory / "labels.npy", mmap_mode="r"), copies, directory / "kept.npy")
-        for path in made.values():
+        for path in paths.values():
             path.mkdir(exist_ok=True)
-        build.note(INDEXED, write_indices(Buckets(directory / "joined"), labels, list(made.values()), directory))
-    for split, path in made.items():
+        build.note(INDEXED, write_indices(Buckets(directory / "joined"), labels, list(paths.values()), directory))
+    for split, path in paths.items():
         if not (target := build.paths["arrow"] / split / DIRECTORY).exists():
             path.rename(target)
         clusters = Clusters(target)
@@ -238,8 +238,8 @@ def cluster_records(
     shutil.rmtree(directory / "work", ignore_errors=True)
     for left in (fasta, directory / "clusters_all_seqs.fasta", directory / "clusters_rep_seq.fasta"):
         left.unlink(missing_ok=True)
-    with open(table, "rb") as made:
-        sync(made)
+    with open(table, "rb") as file:
+        sync(file)
     sync_directory(directory)
     build.results["mmseqs"] = version
     build.note(PROGRAM, version)

@@ -154,8 +154,8 @@ def _fetch(url: str, files: DownloadFiles, expected: Expected, retries: RetryPol
             failures = 1 if arrived > furthest and not isinstance(error, _TooSlow) else failures + 1
             furthest = max(furthest, arrived)
             if failures >= retries.attempts:
-                kept = files.keep()
-                raise FetchError(f"{shown(url)}: {error} ({failures} attempts): {error.advice}{kept}") from error
+                note = files.keep()
+                raise FetchError(f"{shown(url)}: {error} ({failures} attempts): {error.advice}{note}") from error
             wait_s = max(retries.first_wait_s * 2 ** (failures - 1), error.retry_after_s)
             wait_s = min(wait_s, retries.longest_wait_s)
             logger.warning("%s: %s; trying again in %.0f s", shown(url), error, wait_s)

@@ -121,8 +121,8 @@ def count_lengths(files: list[Path], copies: np.ndarray) -> Counter:
     lengths: Counter = Counter()
     first = 0
     for keys in (keys for path in files for keys in read_keys(path)):
-        kept = ~copies[first : first + len(keys)]
-        values, counts = np.unique(keys["residues"][kept], return_counts=True)
+        unique = ~copies[first : first + len(keys)]
+        values, counts = np.unique(keys["residues"][unique], return_counts=True)
         lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         first += len(keys)
     return lengths
@@ -196,9 +196,9 @@ def drop_copies(build: Build, pieces: list[dict[str, list[Piece]]], workers: int
         is_copy = copies[ends[number] - len(splits) : ends[number]]
         filtered = dict(pieces[number])
         for label in np.unique(splits[is_copy]).tolist():
-            split, kept = SPLITS[label], ~is_copy[splits == label]
+            split, is_kept = SPLITS[label], ~is_copy[splits == label]
             target = f"{directory_name(number)}/{split}-kept"
-            filtered[split] = filter_pieces(pieces[number][split], kept, build.scratch, target)
+            filtered[split] = filter_pieces(pieces[number][split], is_kept, build.scratch, target)
         return filtered
 
     result = list(pieces)

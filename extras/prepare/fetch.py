@@ -51,8 +51,8 @@ def parse_sources(addresses: list[str], md5: Sequence[str] = (), sha256: Sequenc
 
     UserError for an unreadable file, an address that cannot be fetched, a duplicate, or an invalid checksum.
     """
-    given = {"md5": md5, "sha256": sha256}
-    for algorithm, sums in given.items():
+    checksums = {"md5": md5, "sha256": sha256}
+    for algorithm, sums in checksums.items():
         if sums and len(sums) != len(addresses):
             raise UserError(
                 f"--{algorithm}: {len(sums)} checksums for {len(addresses)} sources: give one each, in order"
@@ -62,7 +62,7 @@ def parse_sources(addresses: list[str], md5: Sequence[str] = (), sha256: Sequenc
                 raise UserError(f"--{algorithm} {text}: expected {HEX_DIGITS[algorithm]} hexadecimal digits")
     sources: list[Source] = []
     for number, address in enumerate(addresses):
-        source = Source(address, Expected({name: sums[number].lower() for name, sums in given.items() if sums}))
+        source = Source(address, Expected({name: sums[number].lower() for name, sums in checksums.items() if sums}))
         if not source.is_url:
             _check_file(source)
         elif identity(address) in [identity(other.address) for other in sources if other.is_url]:

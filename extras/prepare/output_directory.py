@@ -151,8 +151,8 @@ def building(
         try:
             yield build
             for name, path in build.paths.items():
-                made = {"made_from": made_from, "results": build.results, "files": _files(path)}
-                _publish(path, parent / name, made)
+                manifest = {"made_from": made_from, "results": build.results, "files": _files(path)}
+                _publish(path, parent / name, manifest)
             for name in stale:
                 logger.warning("%s was made from other input: removed", parent / name)
                 shutil.rmtree(parent / name)

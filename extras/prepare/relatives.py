@@ -62,14 +62,14 @@ def relatives(
                 copies.add(text)
             if file is not None:
                 file.write(f">{number}\n{text}\n")
-    found = np.array([text in copies for text in queries], bool)
+    is_relative = np.array([text in copies for text in queries], bool)
     if searched:
         try:
-            found[_search(queries, identity, scratch, threads)] = True
+            is_relative[_search(queries, identity, scratch, threads)] = True
         except UserError as error:
             logger.warning("%s: only exact copies are counted", error)
             searched = False
-    return Relatives(found, SEARCH if searched else COPIES)
+    return Relatives(is_relative, SEARCH if searched else COPIES)
 
 
 def _letters(text: str) -> str:
@@ -95,15 +95,15 @@ def say_relatives(test: Iterable[str], training: Iterable[str]) -> dict:
     proteins = sorted(set(test))
     with TemporaryDirectory(prefix="relatives-") as scratch:
         threads = len(os.sched_getaffinity(0))
-        made = relatives(proteins[:SAMPLE], sorted(set(training)), IDENTITY, Path(scratch), threads)
-    number, sampled = int(made.found.sum()), len(made.found)
-    _log("test", number, sampled, len(proteins), made.by, IDENTITY)
+        related = relatives(proteins[:SAMPLE], sorted(set(training)), IDENTITY, Path(scratch), threads)
+    number, sampled = int(related.found.sum()), len(related.found)
+    _log("test", number, sampled, len(proteins), related.by, IDENTITY)
     return {
         "proteins": sampled,
         "with_relative": number,
-        "by": made.by,
-        "identity": IDENTITY if made.by == SEARCH else None,
-        "coverage": COVERAGE if made.by == SEARCH else None,
+        "by": related.by,
+        "identity": IDENTITY if related.by == SEARCH else None,
+        "coverage": COVERAGE if related.by == SEARCH else None,
     }
 
 
@@ -119,15 +119,15 @@ def count_relatives(arrow: Path, splits: Sequence[str], identity: float, scratch
     samples = {split: _sample(len(stores[split])) for split in splits}
     held_out = [text for split, records in samples.items() for text in _proteins(stores[split], records)]
     training = _proteins(stores["train"], range(len(stores["train"])))
-    made = relatives(held_out, training, identity, scratch, threads)
+    related = relatives(held_out, training, identity, scratch, threads)
     shutil.rmtree(scratch)
-    counts: dict = {"by": made.by, "identity": identity, "coverage": COVERAGE}
+    counts: dict = {"by": related.by, "identity": identity, "coverage": COVERAGE}
     first = 0
     for split, records in samples.items():
-        number = int(made.found[first : first + len(records)].sum())
+        number = int(related.found[first : first + len(records)].sum())
         first += len(records)
         counts[split] = {"proteins": len(records), "with_relative": number}
-        _log(split, number, len(records), len(stores[split]), made.by, identity)
+        _log(split, number, len(records), len(stores[split]), related.by, identity)
     return counts
 
 

@@ -121,11 +121,11 @@ def evolve(
     events = generator.poisson(INDELS_PER_SUBSTITUTION * divergence * len(residues))
     for is_insertion in generator.random(events) < 0.5:
         size = int(generator.geometric(1 / INDEL_MEAN_LENGTH))
-        at = int(generator.integers(len(residues)))
+        place = int(generator.integers(len(residues)))
         if is_insertion:
-            residues = np.insert(residues, at, generator.choice(20, size=size, p=BACKGROUND))
+            residues = np.insert(residues, place, generator.choice(20, size=size, p=BACKGROUND))
         elif len(residues) - size >= LENGTH_MIN:
-            residues = np.delete(residues, slice(at, at + size))
+            residues = np.delete(residues, slice(place, place + size))
     return residues[:LENGTH_MAX]
 
 

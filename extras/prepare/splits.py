@@ -49,23 +49,23 @@ def split_sizes(
     if records < 3:
         raise UserError(f"{records} records: at least 3 are needed to make the splits")
     requested = dict(zip(SPLITS, (train, validation, test), strict=True))
-    given = {name: _count(name, size, records) for name, size in requested.items() if size is not None}
-    if len(given) == len(SPLITS) and not any(given.values()):
+    sizes_given = {name: _count(name, size, records) for name, size in requested.items() if size is not None}
+    if len(sizes_given) == len(SPLITS) and not any(sizes_given.values()):
         raise UserError("--train_size, --validation_size and --test_size are 0: no record would be used")
-    defaults = [name for name in SPLITS[1:] if name not in given]
+    defaults = [name for name in SPLITS[1:] if name not in sizes_given]
     tenth = int(MAX_HELD_OUT * records)
     held_out = min(HELD_OUT, max(1, tenth // 2))
-    sizes, total = given, sum(given.values())
+    sizes, total = sizes_given, sum(sizes_given.values())
     if train is None and total + len(defaults) >= records:
-        fractions = all(requested[name] < 1 for name in given)
-        limit = records - 1 if fractions else max(tenth, sum(n > 0 for n in given.values()))
-        sizes = _scale(given, min(limit, records - 1 - len(defaults)))
+        fractions = all(requested[name] < 1 for name in sizes_given)
+        limit = records - 1 if fractions else max(tenth, sum(n > 0 for n in sizes_given.values()))
+        sizes = _scale(sizes_given, min(limit, records - 1 - len(defaults)))
     elif train is not None and total + len(defaults) > records:
-        sizes = _scale(given, records - held_out * len(defaults))
-    if sizes != given:
+        sizes = _scale(sizes_given, records - held_out * len(defaults))
+    if sizes != sizes_given:
         logger.warning(
             "%s do not fit into %s records: scaled down to %s (fractions, or sizes that fit, are used exactly)",
-            " + ".join(f"{name} {n:,}" for name, n in given.items()),
+            " + ".join(f"{name} {n:,}" for name, n in sizes_given.items()),
             f"{records:,}",
             " + ".join(f"{n:,}" for n in sizes.values()),
         )
@@ -197,11 +197,11 @@ def join(
         members, clusters = members[first], clusters[first]
         names, numbers = of_records[number]
         # A record that is not in the table forms a cluster with all records of its name.
-        at = np.searchsorted(members, names)
-        known = at < len(members)
-        known[known] = members[at[known]] == names[known]
+        index = np.searchsorted(members, names)
+        known = index < len(members)
+        known[known] = members[index[known]] == names[known]
         cluster = names.copy()
-        cluster[known] = clusters[at[known]]
+        cluster[known] = clusters[index[known]]
         missing += int((~known).sum())
         joined.add(hash_counters(key, cluster), numbers)
     joined.flush()
@@ -258,23 +258,23 @@ def largest_held_out(joined: Buckets, sizes: tuple[int, int, int]) -> dict[int, 
 
 def _records_by_size(joined: Buckets) -> Counter[int]:
     """{records of a cluster: records in all clusters of that size}."""
-    found: Counter[int] = Counter()
+    by_size: Counter[int] = Counter()
     for _, bounds in _clusters(joined):
         members, counts = np.unique(np.diff(bounds), return_counts=True)
-        found.update(dict(zip(members.tolist(), (members * counts).tolist(), strict=True)))
-    return found
+        by_size.update(dict(zip(members.tolist(), (members * counts).tolist(), strict=True)))
+    return by_size
 
 
 def without_copies(labels: np.ndarray, copies: np.ndarray, path: Path) -> np.ndarray:
     """The labels with UNUSED for copies (bool, one for each record in a split), memory-mapped from `path`."""
-    kept = open_memmap(path, "w+", np.uint8, labels.shape)
+    remaining = open_memmap(path, "w+", np.uint8, labels.shape)
     first = 0
     for chunk in _chunks(len(labels)):
-        kept[chunk] = labels[chunk]
+        remaining[chunk] = labels[chunk]
         used = np.flatnonzero(labels[chunk] != UNUSED)
-        kept[chunk][used[copies[first : first + len(used)]]] = UNUSED
+        remaining[chunk][used[copies[first : first + len(used)]]] = UNUSED
         first += len(used)
-    return kept
+    return remaining
 
 
 def write_indices(joined: Buckets, labels: np.ndarray, directories: list[Path], scratch: Path) -> list[int]:

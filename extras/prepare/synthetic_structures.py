@@ -75,9 +75,9 @@ def make_coil(generator: np.random.Generator) -> tuple[np.ndarray, int]:
     """(residue indices, residues of a turn)."""
     turn, length = generator.integers(*COIL_TURN), generator.integers(*COIL_LENGTH)
     residues = generator.choice(20, size=length, p=BACKGROUND)
-    kept = generator.random(length) >= COIL_DIVERGENCE
+    is_kept = generator.random(length) >= COIL_DIVERGENCE
     for i in range(turn, length):
-        if kept[i]:
+        if is_kept[i]:
             residues[i] = residues[i - turn]
     return residues, int(turn)
 

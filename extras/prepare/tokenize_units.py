@@ -83,8 +83,8 @@ def tokenize_units(units: list[UnitOfText], tokenizer: Tokenizer, build: Build, 
     missing = [number for number, key in enumerate(keys) if build.done(key) is None]
     workers = min(workers, len(missing))
     if workers <= 1:
-        made = (units[number].make(tokenizer, build.scratch) for number in missing)
-        yield from _in_turn(keys, missing, made, build)
+        results = (units[number].make(tokenizer, build.scratch) for number in missing)
+        yield from _in_turn(keys, missing, results, build)
         return
     # Spawned, not forked: this process has Arrow threads. Each worker opens the tokenizer.
     context = multiprocessing.get_context("spawn")

@@ -39,7 +39,7 @@ def top_pairs(chain: Chain, scores: np.ndarray) -> Top | None:
     has_structure = bool(known.any())
     length = chain.resolved if has_structure else len(chain.sequence)
     known = known if has_structure else np.ones_like(known)
-    found: list[Top] = []
+    tops: list[Top] = []
     for name in reversed(RANGES):
         nearest, beyond = RANGES[name]
         i, j = np.nonzero(np.triu(known, nearest) & ~np.triu(known, beyond))
@@ -48,8 +48,8 @@ def top_pairs(chain: Chain, scores: np.ndarray) -> Top | None:
             chosen = Top(name, i[taken], j[taken], hits[taken] if has_structure else None, float(hits.mean()))
             if hits.any() if has_structure else len(i) >= length:
                 return chosen
-            found.append(chosen)
-    return found[0] if found else None
+            tops.append(chosen)
+    return tops[0] if tops else None
 
 
 def title_of(chain: Chain, top: Top | None) -> str:

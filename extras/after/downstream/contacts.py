@@ -110,13 +110,13 @@ def fit(model: Any, chains: Sequence[Chain]) -> Head:
     if not 0 < y.sum() < len(y):
         raise UserError(f"{len(chains)} chains without any contact between residues {SEPARATION} or more apart")
     for strength in STRENGTHS:
-        made = LogisticRegression(l1_ratio=1.0, C=strength, solver="liblinear", random_state=0).fit(x, y)
-        if made.coef_.any():
+        regression = LogisticRegression(l1_ratio=1.0, C=strength, solver="liblinear", random_state=0).fit(x, y)
+        if regression.coef_.any():
             break
     if strength != STRENGTHS[0]:
         logger.info("Contact head: C %g, as %g leaves no weight", strength, STRENGTHS[0])
     fitted_on = tuple(chain.identity for chain in chains)
-    return Head(made.coef_[0].astype(np.float32), float(made.intercept_[0]), strength, fitted_on)
+    return Head(regression.coef_[0].astype(np.float32), float(regression.intercept_[0]), strength, fitted_on)
 
 
 def by_score(scores: np.ndarray) -> np.ndarray:
@@ -132,19 +132,19 @@ def precisions(chain: Chain, scores: np.ndarray) -> dict[str, float]:
     [residues, residues], also of those without. A range without pairs is left out.
     """
     i, j, contact = pairs(chain)
-    found = {}
+    results = {}
     for name, (nearest, beyond) in RANGES.items():
         inside = (j - i >= nearest) & (j - i < beyond)
         if not inside.any():
             continue
         score, hits, apart = (x[inside] for x in (scores[i, j], contact, j - i))
-        found[f"{name}_chance"] = float(hits.mean())
+        results[f"{name}_chance"] = float(hits.mean())
         for key, order in (("", by_score(score)), ("nearest_", by_score(-apart))):
             for top, part in TOP.items():
                 taken = order[: max(1, chain.resolved // part)]
                 if not key or top == "p_at_l":
-                    found[f"{name}_{key}{top}"] = float(hits[taken].mean())
-    return found
+                    results[f"{name}_{key}{top}"] = float(hits[taken].mean())
+    return results
 
 
 def mean_precisions(each: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -157,12 +157,12 @@ def mean_precisions(each: Sequence[dict[str, float]]) -> dict[str, float]:
 def standard_errors(each: Sequence[dict[str, float]]) -> dict[str, float]:
     """{long_p_at_l_stderr, ...}: of each of `mean_precisions`, over the chains (never over their pairs, which are not
     independent): the standard deviation between chains over the square root of their number. Of two chains or more."""
-    found = {}
+    errors = {}
     for name in mean_precisions(each):
         values = [one[name] for one in each if name in one]
         if len(values) > 1:
-            found[f"{name}_stderr"] = float(np.std(values, ddof=1) / np.sqrt(len(values)))
-    return found
+            errors[f"{name}_stderr"] = float(np.std(values, ddof=1) / np.sqrt(len(values)))
+    return errors
 
 
 class ContactEvaluation:
@@ -185,23 +185,23 @@ class ContactEvaluation:
             precisions(chain, self.head.probabilities(attention_features(model, chain.ids)))
             for chain in self.evaluated_on
         ]
-        found = mean_precisions(each)
+        means = mean_precisions(each)
         logger.info("Contacts: %s", summary(each))
-        return {f"eval_contacts_{name}": value for name, value in found.items()}
+        return {f"eval_contacts_{name}": value for name, value in means.items()}
 
 
 def summary(each: Sequence[dict[str, float]]) -> str:
     """The chains' mean precision in a line: of the farthest range that has a contact. each: of `precisions`."""
-    found, errors = mean_precisions(each), standard_errors(each)
-    name = next((name for name in ("long", "medium", "short") if f"{name}_p_at_l" in found), None)
+    means, errors = mean_precisions(each), standard_errors(each)
+    name = next((name for name in ("long", "medium", "short") if f"{name}_p_at_l" in means), None)
     if name is None:
         return "no contact to evaluate"
     chains = sum(f"{name}_p_at_l" in one for one in each)
     error = errors.get(f"{name}_p_at_l_stderr")
     shown = "" if error is None else f" ± {error:.1%}"
     return (
-        f"of the L likeliest {name}-range pairs {found[f'{name}_p_at_l']:.1%}{shown} touch (L/5: "
-        f"{found[f'{name}_p_at_l5']:.1%}; nearest first {found[f'{name}_nearest_p_at_l']:.1%}, chance "
-        f"{found[f'{name}_chance']:.1%}; mean{' ± s.e.' if shown else ''} over {chains} "
+        f"of the L likeliest {name}-range pairs {means[f'{name}_p_at_l']:.1%}{shown} touch (L/5: "
+        f"{means[f'{name}_p_at_l5']:.1%}; nearest first {means[f'{name}_nearest_p_at_l']:.1%}, chance "
+        f"{means[f'{name}_chance']:.1%}; mean{' ± s.e.' if shown else ''} over {chains} "
         f"chain{'s' if chains > 1 else ''})"
     )

@@ -25,20 +25,20 @@ class Evaluation(Protocol):
 def evaluations(flags: Any, longest: int, alphabet: Alphabet = ESM2_TOKENS) -> list[Evaluation]:
     """Those that the flags (`DownstreamFlags`) ask for. longest: tokens that the model takes; alphabet: its own.
     UserError for bad input."""
-    made: list[Evaluation] = []
+    chosen: list[Evaluation] = []
     if flags.eval_contacts:
         from extras.after.downstream.contacts import ContactEvaluation
 
-        made.append(ContactEvaluation(flags.eval_contacts, longest))
+        chosen.append(ContactEvaluation(flags.eval_contacts, longest))
     if flags.eval_mutations:
         from extras.after.downstream.mutations import MutationEvaluation
 
-        made.append(MutationEvaluation(flags.eval_mutations, longest, alphabet))
+        chosen.append(MutationEvaluation(flags.eval_mutations, longest, alphabet))
     if flags.eval_probe:
         from extras.after.downstream.probes import ProbeEvaluation
 
-        made.append(ProbeEvaluation(flags.eval_probe, longest))
-    return made
+        chosen.append(ProbeEvaluation(flags.eval_probe, longest))
+    return chosen
 
 
 class Downstream:

@@ -179,14 +179,14 @@ class FineTuning:
         """(mean loss, logits [outputs] or [L, outputs] of each example)."""
         self.model.eval()
         examples, total = self.split[split], 0.0
-        found: dict[int, np.ndarray] = {}
+        predictions: dict[int, np.ndarray] = {}
         for part in by_length(examples, self.tokens_per_batch):
             logits, loss = self.forward(part)
             total += loss.item()
             for each, row in zip(part, logits.cpu().numpy(), strict=True):
-                found[id(each)] = row[1 : len(each.ids) - 1] if self.task.of_residues else row
+                predictions[id(each)] = row[1 : len(each.ids) - 1] if self.task.of_residues else row
         self.model.train()
-        return total / max(1, labels_in(examples)), [found[id(each)] for each in examples]
+        return total / max(1, labels_in(examples)), [predictions[id(each)] for each in examples]
 
     @torch.no_grad()
     def restore_unit(self) -> None:

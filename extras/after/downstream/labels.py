@@ -193,15 +193,15 @@ def usable_rows(
     if not complete:
         raise UserError(f"{where}: no row has a label")
     splits = given_splits(complete, split_column, [place_of(row, where) for row in complete])
-    kept = [row for row, split in zip(complete, splits, strict=True) if split] if splits else complete
-    if not kept:
+    usable = [row for row, split in zip(complete, splits, strict=True) if split] if splits else complete
+    if not usable:
         raise UserError(f"{where}: no row with a label has a split")
     known, all_rows = sum(with_label), len(rows)
-    counts = {"label": all_rows - known, "sequence": known - len(complete), "split": len(complete) - len(kept)}
+    counts = {"label": all_rows - known, "sequence": known - len(complete), "split": len(complete) - len(usable)}
     if left_out := sum(counts.values()):
         lacking = ", ".join(f"{count:,} without a {what}" for what, count in counts.items() if count)
         logger.warning("%s: %s of %s rows are left out: %s", where, f"{left_out:,}", f"{all_rows:,}", lacking)
-    return kept, [split for split in splits if split] if splits else None
+    return usable, [split for split in splits if split] if splits else None
 
 
 def sequences_of(
@@ -218,7 +218,7 @@ def sequences_of(
     UserError for an unknown id, for text that is no protein, and for a
     `sequence` that is not that of the id.
     """
-    proteins, found = read_proteins(fasta, flags=flags) if fasta else {}, []
+    proteins, sequences = read_proteins(fasta, flags=flags) if fasta else {}, []
     known = [(row.get("sequence", "").strip(), row[label_column]) for row in rows]
     texts = ["" if is_missing(text) or not has_label(label, len(text)) else text for text, label in known]
     own = clean_texts(texts, where, [f"row {row['line']}" for row in rows], flags)
@@ -231,8 +231,8 @@ def sequences_of(
         of_id = proteins.get(name, "")
         if sequence not in ("", of_id):
             raise UserError(f"{place}: `sequence` is not that of {name[:40]!r} in --fasta: remove one of them")
-        found.append(of_id)
-    return found
+        sequences.append(of_id)
+    return sequences
 
 
 def check_length(sequences: Sequence[str], places: Sequence[str], longest: int) -> None:
@@ -292,13 +292,13 @@ def read_examples(
     rows = [{name: value.strip() for name, value in row.items()} for row in rows]
     sequences = sequences_of(rows, label_column, fasta, where, flags=proteins)
     rows = [row | {"sequence": sequence} for row, sequence in zip(rows, sequences, strict=True)]
-    rows, given = usable_rows(rows, sequences, label_column, split_column, problem_type, where)
+    rows, table_splits = usable_rows(rows, sequences, label_column, split_column, problem_type, where)
     places, sequences = [place_of(row, where) for row in rows], [row["sequence"] for row in rows]
     check_length(sequences, places, longest)
     task = task_of(sequences, [row[label_column] for row in rows], problem_type, where)
     groups = groups_of(clustering, rows, sequences, [row.get("id", "") for row in rows])
-    check_sizes(given, flags, where)
-    splits = drawn_splits(groups, given, sizes)
+    check_sizes(table_splits, flags, where)
+    splits = drawn_splits(groups, table_splits, sizes)
     check_sides(sequences, groups, splits, places)
     examples = [
         Example(
@@ -318,16 +318,16 @@ def contradictions(items: Iterable[tuple[Hashable, int | None, str, Any]], where
     """{"proteins": number of proteins with contradicting labels, "first": those of one}, for results.json; a log line
     if there are any. items: (protein, residue from 1 or None, name, label) of each label."""
     known: dict[tuple[Hashable, int | None], tuple[str, Any]] = {}
-    found: dict[Hashable, str] = {}
+    contradicting: dict[Hashable, str] = {}
     for protein, place, name, label in items:
         first, before = known.setdefault((protein, place), (name, label))
-        if before != label and protein not in found:
+        if before != label and protein not in contradicting:
             residue = "" if place is None else f" at residue {place}"
-            found[protein] = f"{first[:40]!r} {before}, {name[:40]!r} {label}{residue}"
-    one = next(iter(found.values()), None)
-    if found:
-        logger.warning("%s: %s proteins have contradicting labels: %s", where, f"{len(found):,}", one)
-    return {"proteins": len(found), "first": one}
+            contradicting[protein] = f"{first[:40]!r} {before}, {name[:40]!r} {label}{residue}"
+    one = next(iter(contradicting.values()), None)
+    if contradicting:
+        logger.warning("%s: %s proteins have contradicting labels: %s", where, f"{len(contradicting):,}", one)
+    return {"proteins": len(contradicting), "first": one}
 
 
 def label_items(task: TaskSpec, examples: Sequence[Example]) -> Iterator[tuple[Hashable, int | None, str, Any]]:

@@ -39,7 +39,7 @@ def _of_classes(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray 
     confusion = np.bincount(labels * classes + predictions, minlength=classes * classes).reshape(classes, classes)
     right, true, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
     there = true + predicted > 0
-    found = {
+    values = {
         "accuracy": float(right.sum() / len(labels)),
         "balanced_accuracy": float((right[true > 0] / true[true > 0]).mean()),
         "macro_f1": float((2 * right[there] / (true + predicted)[there]).mean()),
@@ -48,8 +48,8 @@ def _of_classes(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray 
         second = labels == labels.max()
         ones, zeros = int(second.sum()), int((~second).sum())
         above = rankdata(scores)[second].sum() - ones * (ones + 1) / 2  # pairs in order, by Mann and Whitney
-        found["auroc"] = float(above / (ones * zeros)) if zeros else np.nan
-    return found
+        values["auroc"] = float(above / (ones * zeros)) if zeros else np.nan
+    return values
 
 
 def _indices(labels: np.ndarray, predictions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -88,22 +88,22 @@ def resampled(
     labels, predictions = _indices(labels, predictions)
     _, group = np.unique(groups, return_inverse=True)
     members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for _ in range(resamples if len(members) >= LEAST_GROUPS else 0):
         rows = np.concatenate([members[n] for n in generator.integers(len(members), size=len(members))])
         for name, value in _values(labels[rows], predictions[rows], None if scores is None else scores[rows]).items():
-            found.setdefault(name, []).append(value)
-    return {name: np.array(values) for name, values in found.items()}
+            samples.setdefault(name, []).append(value)
+    return {name: np.array(values) for name, values in samples.items()}
 
 
 def percentiles(values: dict[str, float], drawn: dict[str, np.ndarray]) -> dict[str, list[float | None]]:
     """{metric: [value, low, high]}: percentiles 2.5 and 97.5 of what was drawn; None where it is not defined."""
-    found: dict[str, list[float | None]] = {}
+    intervals: dict[str, list[float | None]] = {}
     for name, value in values.items():
         finite = drawn[name][np.isfinite(drawn[name])] if name in drawn else np.array([])
         low, high = np.percentile(finite, [2.5, 97.5]).tolist() if len(finite) else (None, None)
-        found[name] = [value if np.isfinite(value) else None, low, high]
-    return found
+        intervals[name] = [value if np.isfinite(value) else None, low, high]
+    return intervals
 
 
 def with_intervals(

@@ -42,16 +42,16 @@ class Table(NamedTuple):
 
 def wild_type_of(rows: Sequence[dict[str, str]], path: Path) -> bytes:
     """The one protein whose mutations the rows are. UserError names the first row that comes of another."""
-    found = b""
+    wild_type = b""
     for line, row in enumerate(rows, 2):
         of_row = undo(row[MUTANT], row[SEQUENCE], f"{path}, row {line}")
-        if found and of_row != found:
+        if wild_type and of_row != wild_type:
             raise UserError(
                 f"{path}, row {line}: {quoted(row[MUTANT])}: without it {SEQUENCE} is another protein than in row 2: "
                 f"correct it, or put the proteins into {path.with_suffix('.fasta').name}, and a column {PROTEIN!r}"
             )
-        found = of_row
-    return found
+        wild_type = of_row
+    return wild_type
 
 
 def read_table(path: Path) -> Table:
@@ -79,14 +79,14 @@ def read_table(path: Path) -> Table:
     columns = Columns(MUTANT if MUTANT in names else SEQUENCE, MUTANT not in names, protein)
     variants = variants_of(columns, rows, proteins, path, str(fasta))
     measured = measured_of(MEASURED, rows, path)
-    kept = [n for n, value in enumerate(measured) if not math.isnan(value)]
-    if len(kept) > MOST:
-        logger.info("%s: %s of its %s rows are scored, drawn by a fixed seed", path, f"{MOST:,}", f"{len(kept):,}")
-        drawn = np.random.default_rng(0).choice(len(kept), MOST, replace=False)
-        kept = [kept[n] for n in sorted(drawn)]
-    if len({measured[n] for n in kept}) < 2:
+    scored = [n for n, value in enumerate(measured) if not math.isnan(value)]
+    if len(scored) > MOST:
+        logger.info("%s: %s of its %s rows are scored, drawn by a fixed seed", path, f"{MOST:,}", f"{len(scored):,}")
+        drawn = np.random.default_rng(0).choice(len(scored), MOST, replace=False)
+        scored = [scored[n] for n in sorted(drawn)]
+    if len({measured[n] for n in scored}) < 2:
         raise UserError(f"{where}: {MEASURED} has fewer than 2 different values: nothing to correlate with")
-    return Table([variants[n] for n in kept], [measured[n] for n in kept])
+    return Table([variants[n] for n in scored], [measured[n] for n in scored])
 
 
 class MutationEvaluation:
@@ -106,7 +106,7 @@ class MutationEvaluation:
         results = {}
         for table, (variants, measured) in self.tables.items():
             for name, masked in (("masked", True), ("wild_type", False)):
-                found = spearman(score(encoder, variants, masked), measured)
-                results[f"eval_mutations_{table}_{name}"] = 0.0 if math.isnan(found) else found
+                correlation = spearman(score(encoder, variants, masked), measured)
+                results[f"eval_mutations_{table}_{name}"] = 0.0 if math.isnan(correlation) else correlation
         logger.info("Mutations (Spearman): %s", ", ".join(f"{key[15:]} {value:.3f}" for key, value in results.items()))
         return results

@@ -238,7 +238,7 @@ class ProbeEvaluation:
     def evaluate(self, model: Any) -> dict[str, float]:
         """`eval_probe_<stem>_<metric>` of a stock model, and `eval_probe_<stem>_baseline_<metric>`."""
         encoder = Encoder(self.flags, model.device, model)
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         for stem, (proteins, examples) in self.tables.items():
             embedded = np.stack([vector.numpy() for vector in embed(encoder, proteins, pooling="mean")])
             examples = replace(examples, features=embedded)
@@ -250,8 +250,8 @@ class ProbeEvaluation:
             baseline = self.baselines[stem]
             logger.info("Probe of %s: %s %.3f, baseline %.3f", stem, first, values[first], baseline[first])
             named = values | {f"baseline_{name}": value for name, value in baseline.items()}
-            found |= {f"eval_probe_{stem}_{name}": value for name, value in named.items() if np.isfinite(value)}
-        return found
+            results |= {f"eval_probe_{stem}_{name}": value for name, value in named.items() if np.isfinite(value)}
+        return results
 
 
 def read_sequences(path: str, where: str) -> list[Labelled]:

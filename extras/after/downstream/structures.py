@@ -77,15 +77,15 @@ def read_structures(directory: str) -> list[Chain]:
     skipped: dict[str, list[str]] = {}
     for path in paths:
         try:
-            found = list(chains_of(path))
+            file_chains = list(chains_of(path))
         # gemmi raises the first three, IndexError of an empty mmCIF file
         except (ValueError, RuntimeError, IndexError, OSError, EOFError, zlib.error) as error:
             reason = one_line(error)[:80] if path.stat().st_size else "it is empty"
             skipped.setdefault("cannot be read", []).append(f"{path.name} ({reason})")
             continue
-        if not found:
+        if not file_chains:
             skipped.setdefault("has no protein chain", []).append(path.name)
-        for chain in found:
+        for chain in file_chains:
             if not SHORTEST <= len(chain.sequence) <= LONGEST:
                 reason = f"not of {SHORTEST} to {LONGEST:,} residues"
             elif not chain.resolved >= SHORTEST:
@@ -94,15 +94,15 @@ def read_structures(directory: str) -> list[Chain]:
                 chains.append(chain)
                 continue
             skipped.setdefault(reason, []).append(chain.name)
-    kept = one_each(chains)
-    if repeated := [chain.name for chain in chains if chain not in kept]:
+    unique = one_each(chains)
+    if repeated := [chain.name for chain in chains if chain not in unique]:
         skipped["the same protein as a chain that is kept"] = repeated
     for reason, names in skipped.items():
         more = f" and {len(names) - SAID} more" if len(names) > SAID else ""
         logger.warning("%s: left out: %s%s: %s", directory, ", ".join(names[:SAID]), more, reason)
     if not chains:
         raise UserError(f"{directory}: no protein chain in {len(paths)} PDB or mmCIF files (.pdb, .ent, .cif, .gz)")
-    return kept
+    return unique
 
 
 def structure_files(directory: str) -> list[Path]:
@@ -123,18 +123,18 @@ def one_each(chains: Sequence[Chain]) -> list[Chain]:
     Chains of one protein may lack other residues, as those of a homodimer do. Only chains that share a word of `WORD`
     residues, or are equal, are aligned.
     """
-    kept: list[Chain] = []
-    having: dict[str, set[int]] = {}  # {word: indices in `kept`}
+    unique: list[Chain] = []
+    having: dict[str, set[int]] = {}  # {word: indices in `unique`}
     for chain in sorted(chains, key=lambda chain: -chain.resolved):
         words = {chain.sequence[n : n + WORD] for n in range(len(chain.sequence) - WORD + 1)}
         words = {word for word in words if "X" not in word} | {chain.sequence}
         related = sorted({number for word in words for number in having.get(word, ())})
-        if any(_is_same(kept[number].sequence, chain.sequence) for number in related):
+        if any(_is_same(unique[number].sequence, chain.sequence) for number in related):
             continue
         for word in words:
-            having.setdefault(word, set()).add(len(kept))
-        kept.append(chain)
-    return [chain for chain in chains if chain in kept]
+            having.setdefault(word, set()).add(len(unique))
+        unique.append(chain)
+    return [chain for chain in chains if chain in unique]
 
 
 def _is_same(one: str, other: str) -> bool:

@@ -36,11 +36,11 @@ def correlation(scores: Sequence[float], measured: Sequence[float]) -> Correlati
         return None
     ranks = _dense_ranks(scores), _dense_ranks(measured)
     random = np.random.default_rng(0)
-    found = np.empty(RESAMPLES)
+    resampled = np.empty(RESAMPLES)
     for number in range(RESAMPLES):
         counts = np.bincount(random.integers(0, rows, rows), minlength=rows).astype(float)
-        found[number] = _spearman(counts, *ranks)
-    low, high = np.nanpercentile(found, (2.5, 97.5))
+        resampled[number] = _spearman(counts, *ranks)
+    low, high = np.nanpercentile(resampled, (2.5, 97.5))
     return Correlation(whole, float(low), float(high))
 
 
@@ -98,8 +98,8 @@ def correlations(
 ) -> dict[str, Correlation]:
     """Spearman's correlation with `measured` of each column of scores and each baseline, if it is defined."""
     with_baselines = scores | {name: [baseline(variant, of) for variant in variants] for name, of in BASELINES.items()}
-    found = {name: correlation(values, measured) for name, values in with_baselines.items()}
-    return {name: each for name, each in found.items() if each is not None}
+    by_name = {name: correlation(values, measured) for name, values in with_baselines.items()}
+    return {name: each for name, each in by_name.items() if each is not None}
 
 
 def as_table(found: dict[str, Correlation]) -> Iterable[str]:

@@ -22,6 +22,6 @@ def exported(name: str, stack: ExitStack) -> str:
         return name
     from extras.export import choose, export  # a model's own directory needs no reader of checkpoints
 
-    made = Path(stack.enter_context(TemporaryDirectory(prefix="exported-"))) / "model"
-    export(choose(path), made)
-    return str(made)
+    directory = Path(stack.enter_context(TemporaryDirectory(prefix="exported-"))) / "model"
+    export(choose(path), directory)
+    return str(directory)

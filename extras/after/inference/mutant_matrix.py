@@ -116,9 +116,9 @@ def draw(path: Path, title: str, text: bytes, matrix: np.ndarray, first_residue:
         axes.set_xlim(first - 0.5, first + POSITIONS_IN_ROW - 0.5 if len(starts) > 1 else first + width - 0.5)
     rows[0].set_title(title)
     rows[-1].set_xlabel("residue (dot: the wild type)")
-    found = shares(text, matrix)
-    sentences = [str(found), WARNING] if found.of_residues_alone else [str(found)]
+    of_variance = shares(text, matrix)
+    sentences = [str(of_variance), WARNING] if of_variance.of_residues_alone else [str(of_variance)]
     note = "\n".join(fill(sentence, int(CHARACTERS_PER_INCH * inches)) for sentence in sentences)
-    figure.supxlabel(note, fontsize=10, weight="bold" if found.of_residues_alone else "normal")
+    figure.supxlabel(note, fontsize=10, weight="bold" if of_variance.of_residues_alone else "normal")
     figure.colorbar(image, ax=list(rows), label="log p(mutant) - log p(wild type), nats")
     figure.savefig(path, dpi=80)

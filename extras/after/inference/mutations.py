@@ -203,18 +203,18 @@ def log_probabilities(
             window = parts[bisect_right(ends, position)]
             passes.setdefault(Pass(protein, window, position if masked else None), []).append(position)
     planned(sum(key.window.length + 2 for key in passes))
-    found: dict[Key, np.ndarray] = {}
+    log_probs: dict[Key, np.ndarray] = {}
     alphabet = encoder.alphabet
     for group in in_parts(passes, GROUP):
-        at = [np.array(passes[key]) + 1 - key.window.start for key in group]
+        in_window = [np.array(passes[key]) + 1 - key.window.start for key in group]
         tokens = [_tokens(key, alphabet) for key in group]
-        for key, logits in zip(group, encoder.logits(tokens, done, at), strict=True):
+        for key, logits in zip(group, encoder.logits(tokens, done, in_window), strict=True):
             rows = torch.log_softmax(logits.double(), -1).numpy()
             if alphabet.prepared is not None:
                 ids = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size))
                 rows = np.where(ids == alphabet.unknown, np.nan, rows[:, ids])
-            found |= {(key.protein, position): row for position, row in zip(passes[key], rows, strict=True)}
-    return found
+            log_probs |= {(key.protein, position): row for position, row in zip(passes[key], rows, strict=True)}
+    return log_probs
 
 
 def score(
@@ -251,14 +251,14 @@ def single_mutants(
     wanted = ((protein, int(n)) for protein, is_known in known.items() for n in np.flatnonzero(is_known))
     log_p = log_probabilities(encoder, wanted, masked, done, planned)
     columns = [int(BYTE_TO_ID[ord(letter)]) for letter in RESIDUES]
-    found = []
+    matrices = []
     for protein in proteins:
         scores = np.full((len(protein), len(columns)), np.nan)
         for n in np.flatnonzero(known[protein]):
             row = log_p[protein, int(n)]
             scores[n] = row[columns] - row[wild[protein][n]]
-        found.append(scores)
-    return found
+        matrices.append(scores)
+    return matrices
 
 
 def _tokens(key: Pass, alphabet: Alphabet) -> np.ndarray:

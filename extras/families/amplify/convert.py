@@ -72,12 +72,12 @@ class AmplifyAdapter(StateDictAdapter):
         from transformers import PreTrainedTokenizerFast
 
         letters = ALPHABET.letters
-        made = Tokenizer(models.WordLevel({token: n for n, token in enumerate(letters)}, unk_token="<unk>"))
-        made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        word_level = Tokenizer(models.WordLevel({token: n for n, token in enumerate(letters)}, unk_token="<unk>"))
+        word_level.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
         ends = [("<bos>", ALPHABET.begin), ("<eos>", ALPHABET.end)]
-        made.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
+        word_level.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
         names = {f"{name}_token": f"<{name}>" for name in ("pad", "unk", "mask", "bos", "eos")}
-        PreTrainedTokenizerFast(tokenizer_object=made, **names, model_max_length=2048).save_pretrained(directory)
+        PreTrainedTokenizerFast(tokenizer_object=word_level, **names, model_max_length=2048).save_pretrained(directory)
 
 
 ADAPTER = AmplifyAdapter()

@@ -267,7 +267,7 @@ class CausalArguments(RunArguments):
 
 def without_comments(words: list[str]) -> list[str]:
     """Drop comments: a word that begins with #, up to the next flag. The guides' lists of flags contain one."""
-    kept: list[str] = []
+    uncommented: list[str] = []
     comment: list[str] = []
     for word in [*words, "--"]:
         if word.lstrip().startswith("#") or (comment and not word.startswith("--")):
@@ -276,5 +276,5 @@ def without_comments(words: list[str]) -> list[str]:
         if comment:
             logger.info("Not a flag, taken for a comment: %s", " ".join(comment))
             comment = []
-        kept.append(word)
-    return kept[:-1]
+        uncommented.append(word)
+    return uncommented[:-1]

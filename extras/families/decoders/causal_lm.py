@@ -98,10 +98,10 @@ class CausalLM(Task[CausalArguments, TextData]):
         store = self.data.held_out(split)
         flags = self.flags.data
         collator = causal_batches(flags, self.world.mesh, self._filled_to(flags.held_out_tokens))
-        made, contexts = held_out_contexts(flags, store, collator, self.world)
+        batches, contexts = held_out_contexts(flags, store, collator, self.world)
         sequences = None if self.flags.log.disable_tqdm else contexts
         bf16 = self.flags.precision.bf16
-        return held_out_results(model, made, self.world, prefix, step, bf16, "tokens", sequences=sequences)
+        return held_out_results(model, batches, self.world, prefix, step, bf16, "tokens", sequences=sequences)
 
     @staticmethod
     def summary(results: dict, prefix: str = "eval") -> str:

@@ -45,8 +45,8 @@ class ContextPlan:
     ):
         self.store, self.seed, self.context, self.contexts_per_pack = store, seed, context, contexts_per_pack
         self.shuffle = shuffle
-        found = store.num_tokens // context if shuffle else -(-store.num_tokens // context)
-        self.num_contexts = min(found, most_contexts or found)
+        contexts = store.num_tokens // context if shuffle else -(-store.num_tokens // context)
+        self.num_contexts = min(contexts, most_contexts or contexts)
         if self.num_contexts == 0:
             raise UserError(
                 f"{store.num_tokens:,} tokens of text do not fill one context of --max_seq_length {context}: give "

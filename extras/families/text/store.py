@@ -106,13 +106,13 @@ class TextStore:
     def pieces(self, begin: int, end: int) -> Pieces:
         """The pieces of tokens [begin, end) of all documents end to end, 0 <= begin < end <= num_tokens."""
         first, last = np.searchsorted(self._chunk_token, (begin, end - 1), side="right") - 1
-        found = []
+        pieces = []
         for chunk in range(int(first), int(last) + 1):
             offset, bounds = int(self._chunk_token[chunk]), self._bounds(chunk)
             records = self._lists.chunk_start[chunk] + np.arange(len(bounds) - 1)
             within = max(begin - offset, 0), min(end - offset, int(bounds[-1]))
-            found.append(Pieces.between(records, bounds, *within))
-        return Pieces.concat(found)
+            pieces.append(Pieces.between(records, bounds, *within))
+        return Pieces.concat(pieces)
 
     def gather(self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n documents, end to end: ids uint16 or uint32, offsets [n + 1]."""

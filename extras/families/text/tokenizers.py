@@ -128,17 +128,17 @@ class PretrainedTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
 
-        given = f"--tokenizer {name}"
+        where = f"--tokenizer {name}"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), use_fast=True, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # many types: a missing or damaged file, or another package that it needs
-            raise UserError(f"{given}: not a tokenizer that transformers can open ({one_line(error)[:200]})") from None
+            raise UserError(f"{where}: not a tokenizer that transformers can open ({one_line(error)[:200]})") from None
         self._tokenizer.init_kwargs.pop("auto_map", None)  # names code, and would be saved again
         if self._tokenizer.eos_token_id is None:
             raise UserError(
-                f"{given}: it has no end-of-text token, which separates documents: set eos_token in its "
+                f"{where}: it has no end-of-text token, which separates documents: set eos_token in its "
                 "tokenizer_config.json"
             )
         self.name, self.eos_id = name, int(self._tokenizer.eos_token_id)
@@ -160,10 +160,10 @@ class PretrainedTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._fast is not None:
-            found = [one.ids for one in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+            encoded = [one.ids for one in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
         else:
-            found = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return [np.array(ids, self.dtype) for ids in found]
+            encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [np.array(ids, self.dtype) for ids in encoded]
 
     def save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(directory)
@@ -208,44 +208,44 @@ def _fetch(name: str, revision: str | None) -> Path:
         RepositoryNotFoundError,
     )
 
-    given = f"--tokenizer {name}"
+    where = f"--tokenizer {name}"
     asked = {"allow_patterns": list(TOKENIZER_FILES), "revision": revision}
     if revision is not None:
         try:
             return Path(snapshot_download(name, local_files_only=True, **asked))
         except LocalEntryNotFoundError:
             pass  # a node with a cache of its own
-    retries = Retries(given, name, "tokenizer")
+    retries = Retries(where, name, "tokenizer")
     while True:
         try:
             return Path(snapshot_download(name, local_files_only=offline(), **asked))
         except GatedRepoError:
             raise UserError(
-                f"{given}: its owner asks for an agreement: accept the terms on its page of the Hub, and set HF_TOKEN "
+                f"{where}: its owner asks for an agreement: accept the terms on its page of the Hub, and set HF_TOKEN "
                 "to a token of that account"
             ) from None
         except RepositoryNotFoundError:
             raise UserError(
-                f"{given}: no such directory, and no such model on the Hub, or it is private: set HF_TOKEN"
+                f"{where}: no such directory, and no such model on the Hub, or it is private: set HF_TOKEN"
             ) from None
         except LocalEntryNotFoundError as error:
             if isinstance(cause := error.__cause__, HfHubHTTPError):
                 retries.wait_after(cause)
                 continue
-            raise UserError(f"{given}: {uncached_advice(name, 'tokenizer')}") from None
+            raise UserError(f"{where}: {uncached_advice(name, 'tokenizer')}") from None
         except HfHubHTTPError as error:
             retries.wait_after(error)
         except OSError as error:
-            raise UserError(f"{given}: {unreachable_advice(name, error, 'tokenizer')}") from None
+            raise UserError(f"{where}: {unreachable_advice(name, error, 'tokenizer')}") from None
 
 
 def tokenize(tokenizer: Tokenizer, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """The ids of documents (string or binary), each followed by the end-of-text token, end to end: [T] of the
     tokenizer's dtype; and their offsets int64 [n + 1]. Empty documents are skipped."""
-    found = tokenizer.encode(texts.cast(pa.string()).to_pylist())
+    documents = tokenizer.encode(texts.cast(pa.string()).to_pylist())
     end = np.array([tokenizer.eos_id], tokenizer.dtype)
-    sizes = np.array([len(ids) + 1 if len(ids) else 0 for ids in found], np.int64)
-    parts = [part for ids in found if len(ids) for part in (ids, end)]
+    sizes = np.array([len(ids) + 1 if len(ids) else 0 for ids in documents], np.int64)
+    parts = [part for ids in documents if len(ids) for part in (ids, end)]
     return np.concatenate(parts or [end[:0]]), np.append(0, np.cumsum(sizes))
 
 
@@ -254,12 +254,12 @@ def open_tokenizer(name: str, world: World) -> Tokenizer:
 
     One rank asks the Hub, which limits the rate of requests; the others open the same commit.
     """
-    found, revision = None, None
+    opened, revision = None, None
     with world.on_main_rank() as is_main:
         if is_main:
-            found, revision = load_tokenizer(name)
+            opened, revision = load_tokenizer(name)
     revision = world.broadcast_object(revision)
     with world.raise_together():
-        tokenizer = found or load_tokenizer(name, revision)[0]
+        tokenizer = opened or load_tokenizer(name, revision)[0]
     world.assert_same({"tokenizer": tokenizer.identity})
     return tokenizer

@@ -117,27 +117,27 @@ class MemoryTracker(TorchDispatchMode):
             return NotImplemented  # its local shards come here again
         kwargs = dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", None)
-        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        is_fake = any(isinstance(x, FakeTensor) for x in given)
+        inputs = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        is_fake = any(isinstance(x, FakeTensor) for x in inputs)
         result: Any = None
-        if is_fake or all(x.is_meta for x in given):  # a factory function need not compute values either
+        if is_fake or all(x.is_meta for x in inputs):  # a factory function need not compute values either
             with self._fake:
                 result = func(*args, **kwargs)
         if not is_fake and not _is_real_float(result):
             result = func(*args, **kwargs)
             result = self._fake.from_tensor(result) if _is_real_float(result) else result
         if func is torch.ops.aten.topk.default and isinstance(result[0], FakeTensor):
-            result = result[0], _spread_evenly(result[1].shape, given[0].shape[args[2] if len(args) > 2 else -1])
-        made = [x for x in tree_iter(result) if isinstance(x, Tensor) and not x.is_meta]
-        for tensor in made:
+            result = result[0], _spread_evenly(result[1].shape, inputs[0].shape[args[2] if len(args) > 2 else -1])
+        outputs = [x for x in tree_iter(result) if isinstance(x, Tensor) and not x.is_meta]
+        for tensor in outputs:
             self._count(tensor)
         if func.namespace in _COLLECTIVES:
-            self._label_collective(func, given, made)
+            self._label_collective(func, inputs, outputs)
         elif pinned:
-            for tensor in made:
+            for tensor in outputs:
                 self.put(tensor, HOST)
-        elif func is aten_to_copy.default and self.kind_of(given[0]) in (WEIGHTS, GATHERED):
-            self.put(made[0], GATHERED)  # autocast's
+        elif func is aten_to_copy.default and self.kind_of(inputs[0]) in (WEIGHTS, GATHERED):
+            self.put(outputs[0], GATHERED)  # autocast's
         self._update_peak()
         return result
 

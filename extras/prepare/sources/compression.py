@@ -173,8 +173,8 @@ def decompress(raw: BinaryIO) -> BinaryIO:
     """An open file itself, or its decompressor."""
     start = raw.read(HEAD_BYTES)
     raw.seek(0)
-    found = _packing(start)
-    return found[1](raw, "rb") if found else raw
+    packing = _packing(start)
+    return packing[1](raw, "rb") if packing else raw
 
 
 def describe_damage(error: BaseException) -> str | None:
@@ -188,8 +188,8 @@ def describe_damage(error: BaseException) -> str | None:
 
 def detect_non_text(start: bytes) -> str | None:
     """The format of a decompressed file that begins with `start`, and how to convert it to text; None for text."""
-    if found := _packing(start):
-        twice = "gzipped twice" if found[0] == "gzip" else f"compressed twice, inside with {found[0]}"
+    if packing := _packing(start):
+        twice = "gzipped twice" if packing[0] == "gzip" else f"compressed twice, inside with {packing[0]}"
         return f"it is {twice}: decompress it once: gunzip FILE (or what its name asks for)"
     for magic, advice in OTHERS.items():
         if start.startswith(magic):

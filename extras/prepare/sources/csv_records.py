@@ -69,8 +69,8 @@ def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
 def column_named(names: list[str], wanted: tuple[str, ...]) -> str | None:
     """The name in `names` that matches the first of `wanted` that has a match; case is ignored."""
     lower = [name.strip().lower() for name in names]
-    found = [names[lower.index(name)] for name in wanted if lower.count(name) == 1]
-    return found[0] if found else None
+    matches = [names[lower.index(name)] for name in wanted if lower.count(name) == 1]
+    return matches[0] if matches else None
 
 
 COLUMNS = ("id", "text")
@@ -217,22 +217,22 @@ def _parse(
 
 def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
     """The problem of each row that is not text, or the header once more."""
-    found: dict[int, str] = {}
+    complaints: dict[int, str] = {}
     # A pass for minimum and maximum instead of one for each of the bytes that are complained about.
     if not _is_printable(batch.column("id")):
         damaged = pa.compute.match_substring(batch.column("id"), NOT_UTF8)
-        found = dict.fromkeys(np.flatnonzero(damaged).tolist(), "the id is not UTF-8")
+        complaints = dict.fromkeys(np.flatnonzero(damaged).tolist(), "the id is not UTF-8")
     if not _is_printable(batch.column("text")):
         data, offsets = characters(batch.column("text"))
         places = np.flatnonzero((data >= 128) | ((data < ord(" ")) & ~IS_WHITESPACE[data]))
         rows, first = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_index=True)
         for row, place in zip(rows.tolist(), places[first], strict=True):
             kind = "non-ASCII" if data[place] >= 128 else "control"
-            found[row] = f"{kind} byte 0x{data[place]:02x} in the text"
+            complaints[row] = f"{kind} byte 0x{data[place]:02x} in the text"
         damaged = pa.compute.match_substring(batch.column("text"), NOT_UTF8)
-        found |= dict.fromkeys(np.flatnonzero(damaged).tolist(), "bytes in the text that are not UTF-8")
+        complaints |= dict.fromkeys(np.flatnonzero(damaged).tolist(), "bytes in the text that are not UTF-8")
     lengths = [np.diff(characters(column)[1]) for column in batch.columns]
     for row in np.flatnonzero((lengths[0] == len(COLUMNS[0])) & (lengths[1] == len(COLUMNS[1]))).tolist():
         if all(batch.column(n)[row].as_py().lower() == name.encode() for n, name in enumerate(COLUMNS)):
-            found[row] = "the header once more"
-    return found
+            complaints[row] = "the header once more"
+    return complaints

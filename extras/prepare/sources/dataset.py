@@ -122,21 +122,21 @@ def open_source(
     configuration: of a text dataset. UserError for a missing file, for something else than a file, and if no file has
     a known format or, for --dataset, belongs to the split `train`.
     """
-    given = f"{flag} {name}"
-    request = Request(given, content, configuration, train if flag == "--dataset" else None)
+    where = f"{flag} {name}"
+    request = Request(where, content, configuration, train if flag == "--dataset" else None)
     local = is_local(name)
     if not local and not HUB_NAME.fullmatch(name):
-        raise UserError(f"{given}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
+        raise UserError(f"{where}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
     source = _local(request, name) if local else _hub(request, name, streaming)
     if not source.splits:
         raise UserError(
-            f"{given}: no files of {content.name} in it: expected {content.suffixes} (all but parquet also compressed)"
+            f"{where}: no files of {content.name} in it: expected {content.suffixes} (all but parquet also compressed)"
         )
     if request.train and request.train not in source.splits:
         if request.train != "train":
-            raise UserError(f"{given}: no split {train}, only {', '.join(source.splits)}: see --train_split")
+            raise UserError(f"{where}: no split {train}, only {', '.join(source.splits)}: see --train_split")
         raise UserError(
-            f"{given}: no training files in it: by their names, these are held out: {held_out_files(source)}: give "
+            f"{where}: no training files in it: by their names, these are held out: {held_out_files(source)}: give "
             f"one file by itself ({flag} FILE), or rename them"
         )
     return source
@@ -207,50 +207,50 @@ def _by_split(request: Request, files: dict[str, File], card: str = "") -> dict[
 
 
 def _local(request: Request, name: str) -> Source:
-    path, given, content = Path(name).expanduser(), request.given, request.content
+    path, where, content = Path(name).expanduser(), request.given, request.content
     if name == "-" or (os.path.lexists(path) and not path.is_dir()):
-        check_file(path, given)
+        check_file(path, where)
         if (kind := content.format_of(path.name) or format_of_file(path, content)) is None:
-            raise UserError(f"{given}: its name has no known suffix: expected {content.suffixes}")
+            raise UserError(f"{where}: its name has no known suffix: expected {content.suffixes}")
         file = File(str(path), kind, path.stat().st_size, content)
         return Source(name, {request.train or "train": (file,)})
     card = ""
     if path.is_dir():
-        root, found = path, _files_below(path)
+        root, paths = path, _files_below(path)
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             if columns := untokenised_columns(path):
-                raise UserError(f"{given}: {as_parquet(path, columns)}")
+                raise UserError(f"{where}: {as_parquet(path, columns)}")
             raise UserError(
-                f"{given}: holds tokenised data already: give it as --dataset_dir, or a split of it as --eval_dataset"
+                f"{where}: holds tokenised data already: give it as --dataset_dir, or a split of it as --eval_dataset"
             )
         if request.chooses and (path / CARD).is_file():
             card = _read_card(path / CARD)
     else:
-        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        if not any(p.is_file() for p in found):
-            raise UserError(f"{given}: no such file or directory, and no file matches it")
-        root = Path(os.path.commonpath([p.parent for p in found]))
-    members = {str(p.relative_to(root)): p for p in found if not p.is_dir()}
+        paths = [Path(p) for p in glob.glob(str(path), recursive=True)]
+        if not any(p.is_file() for p in paths):
+            raise UserError(f"{where}: no such file or directory, and no file matches it")
+        root = Path(os.path.commonpath([p.parent for p in paths]))
+    members = {str(p.relative_to(root)): p for p in paths if not p.is_dir()}
     shown = {key: p for key, p in members.items() if not any(part.startswith(".") for part in Path(key).parts)}
     kinds = {key: kind for key, p in shown.items() if (kind := format_of_file(p, content))}
     for key in kinds:
-        check_file(shown[key], f"{given}: {shown[key]}")
-    check_duplicates(given, [shown[key] for key in kinds])
-    _say_left_out(given, content, shown.keys() - kinds.keys())
+        check_file(shown[key], f"{where}: {shown[key]}")
+    check_duplicates(where, [shown[key] for key in kinds])
+    _say_left_out(where, content, shown.keys() - kinds.keys())
     files = {key: File(str(shown[key]), kind, shown[key].stat().st_size, content) for key, kind in kinds.items()}
     return Source(name, _by_split(request, _without_links(files), card))
 
 
 def _files_below(directory: Path) -> list[Path]:
     """All files, links to directories followed, each directory once."""
-    found, seen = [], set()
+    files, seen = [], set()
     for place, directories, names in os.walk(directory, followlinks=True):
         if (real := os.path.realpath(place)) in seen:
             directories.clear()
             continue
         seen.add(real)
-        found += [Path(place, name) for name in names]
-    return found
+        files += [Path(place, name) for name in names]
+    return files
 
 
 def _say_left_out(given: str, content: Content, names: Iterable[str]) -> None:
@@ -267,20 +267,20 @@ def _read_card(path: Path) -> str:
 
 def _without_links(files: dict[str, File]) -> dict[str, File]:
     """Without links to other files of the same split."""
-    kept: dict[tuple, str] = {}
+    unique: dict[tuple, str] = {}
     for name in sorted(files):
         stat = os.stat(files[name].path)
-        first = kept.setdefault((split_of(name), stat.st_dev, stat.st_ino), name)
+        first = unique.setdefault((split_of(name), stat.st_dev, stat.st_ino), name)
         if first != name:
             logger.warning("%s is a link to %s: it is read once", name, first)
-    return {name: files[name] for name in kept.values()}
+    return {name: files[name] for name in unique.values()}
 
 
 def _hub(request: Request, name: str, streaming: bool) -> Source:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    given = request.given
+    where = request.given
     try:
         if offline() or not (streaming or request.chooses):
             folder = snapshot_download(name, repo_type="dataset", local_files_only=offline())
@@ -293,7 +293,7 @@ def _hub(request: Request, name: str, streaming: bool) -> Source:
             card = _read_card(Path(path))
         addresses = ((path, f"{REMOTE}datasets/{name}@{info.sha}/{path}", size) for path, size in members.items())
         files = {path: _hub_file(address, path, size, request.content) for path, address, size in addresses}
-        _say_left_out(given, request.content, [path for path, file in files.items() if file is None])
+        _say_left_out(where, request.content, [path for path, file in files.items() if file is None])
         source = Source(name, _by_split(request, {path: file for path, file in files.items() if file}, card), info.sha)
         if not streaming:  # download the files of this configuration only
             paths = [file.path.split("@", 1)[1].split("/", 1)[1] for of in source.splits.values() for file in of]
@@ -301,12 +301,12 @@ def _hub(request: Request, name: str, streaming: bool) -> Source:
             return replace(_local(request, snapshot_download(name, **asked)), name=name)
         return source
     except LocalEntryNotFoundError:
-        raise UserError(f"{given}: {uncached_advice(name)}") from None
+        raise UserError(f"{where}: {uncached_advice(name)}") from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"{given}: no such file, and no such dataset on the Hub, or it is private: set HF_TOKEN"
+            f"{where}: no such file, and no such dataset on the Hub, or it is private: set HF_TOKEN"
         ) from None
     except HfHubHTTPError as error:
-        raise UserError(f"{given}: {hub_advice(name, error)}") from None
+        raise UserError(f"{where}: {hub_advice(name, error)}") from None
     except OSError as error:
-        raise UserError(f"{given}: {unreachable_advice(name, error)}") from None
+        raise UserError(f"{where}: {unreachable_advice(name, error)}") from None

@@ -98,21 +98,21 @@ def read_fasta_lines(
             # Only records before the last header are known to be complete.
             if end := rest.rfind(b"\n>", searched) + 1:
                 complete, rest = rest[:end], rest[end:]
-                found = _Records(_without_comments(complete, cleaner))
-                found.check_lengths(path, line, records, max_record)
-                cleaner.changes.blanks += found.num_blanks
-                yield from _cleaned(found.lines(path, line, records, cleaner.bad_records), cleaner)
-                line += found.num_lines
-                records += found.num_records
+                parsed = _Records(_without_comments(complete, cleaner))
+                parsed.check_lengths(path, line, records, max_record)
+                cleaner.changes.blanks += parsed.num_blanks
+                yield from _cleaned(parsed.lines(path, line, records, cleaner.bad_records), cleaner)
+                line += parsed.num_lines
+                records += parsed.num_records
             if len(rest) > max_record:
                 raise too_long(f"{path}: line {line}: record {records + 1:,}", max_record)
         if not rest:
             raise UserError(f"{path}: empty file: expected FASTA records ('>id', then the sequence)")
         if rest[-1] != NEWLINE:
             rest.append(NEWLINE)
-        found = _Records(_without_comments(rest, cleaner))
-        cleaner.changes.blanks += found.num_blanks
-        yield from _cleaned(found.lines(path, line, records, cleaner.bad_records), cleaner)
+        parsed = _Records(_without_comments(rest, cleaner))
+        cleaner.changes.blanks += parsed.num_blanks
+        yield from _cleaned(parsed.lines(path, line, records, cleaner.bad_records), cleaner)
 
 
 def read_fasta(
@@ -149,9 +149,9 @@ def _without_comments(block: bytearray, cleaner: Cleaner) -> bytearray:
         first = data[np.flatnonzero(data[:-1] == NEWLINE) + 1].tobytes()  # bytes of the lines
         if not any(mark in first for mark in MARKS):
             return block
-        found, count = NO_RESIDUES.subn(lambda line: b" " * len(line[0]), block)
+        blanked, count = NO_RESIDUES.subn(lambda line: b" " * len(line[0]), block)
         cleaner.changes.comments += count
-        return bytearray(found)
+        return bytearray(blanked)
     return block
 
 
@@ -165,9 +165,9 @@ def _cleaned(batches: Iterator[Lines], cleaner: Cleaner) -> Iterator[Lines]:
         def name(number: int, begins: np.ndarray = offsets, ends: np.ndarray = tabs, data: np.ndarray = data) -> str:
             return f"record {data[begins[number] : ends[number]].tobytes().decode()[:60]}"
 
-        found, bounds = view(cut(data, np.stack([tabs + 1, offsets[1:] - 1], axis=1)))
-        text, ends, refused = cleaner(found, bounds, name)
-        if len(text) == len(found):
+        residues, bounds = view(cut(data, np.stack([tabs + 1, offsets[1:] - 1], axis=1)))
+        text, ends, refused = cleaner(residues, bounds, name)
+        if len(text) == len(residues):
             yield lines
             continue
         lengths = np.diff(ends)
@@ -175,9 +175,9 @@ def _cleaned(batches: Iterator[Lines], cleaner: Cleaner) -> Iterator[Lines]:
             cleaner.bad_records(UserError(f"{cleaner.where}: {name(number)} has no residues: remove it"))
         ids = cut(data, np.stack([offsets[:-1], tabs], axis=1))
         columns = [ids.cast(pa.binary()), texts(text, ends, pa.binary())]
-        kept = [column.filter(pa.array(lengths > 0)) for column in columns]
-        if len(kept[0]):
-            joined = pc.binary_join_element_wise(*kept, bytes([TAB]))
+        non_empty = [column.filter(pa.array(lengths > 0)) for column in columns]
+        if len(non_empty[0]):
+            joined = pc.binary_join_element_wise(*non_empty, bytes([TAB]))
             yield pc.binary_join_element_wise(joined, bytes([NEWLINE]), b"").cast(pa.large_binary())
 
 
@@ -284,8 +284,8 @@ class _Records:
         if (self.begin[self.first] < self.end[self.first]).all():
             return self.first
         words = np.append(np.flatnonzero(self.in_header & (self.end > self.begin)), len(self.begin))
-        found = words[np.searchsorted(words, self.first)]
-        return np.where(found < np.append(self.first[1:], len(self.begin)), found, self.first)
+        starts = words[np.searchsorted(words, self.first)]
+        return np.where(starts < np.append(self.first[1:], len(self.begin)), starts, self.first)
 
     def _mark_bad(self, positions: np.ndarray, in_id: bool) -> None:
         """Mark records with one of these positions of the block in their sequence or, with `in_id`, in their id."""

@@ -176,12 +176,12 @@ def _of_patterns(given: str, paths: list[str], entry: dict, split_of: Callable[[
     by_split = data_files if isinstance(data_files, dict) else {"train": data_files}
     files: Files = {}
     for split, patterns in by_split.items():
-        found: dict[str, None] = {}
+        matched: dict[str, None] = {}
         for pattern in patterns if isinstance(patterns, list | tuple) else [patterns]:
             matches = re.compile(glob_translate(within + _scalar(given, pattern).removeprefix("./")))
-            found |= dict.fromkeys(sorted(path for path in paths if matches.match(path)))
-        if found:
-            files[split] = [*found]
+            matched |= dict.fromkeys(sorted(path for path in paths if matches.match(path)))
+        if matched:
+            files[split] = [*matched]
     return files
 
 

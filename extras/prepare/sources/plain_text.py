@@ -38,12 +38,12 @@ def texts(unit: Unit) -> Iterator[pa.Array]:
         while chunk := stream.read(min(BLOCK_BYTES, longest)):
             left += chunk
             ends = [match.span() for match in BLANK_LINES.finditer(left, searched)]
-            found, begin = [], 0
+            documents, begin = [], 0
             for end, following in ends:
-                found.append(bytes(left[begin:end].strip(b"\r\n")))
+                documents.append(bytes(left[begin:end].strip(b"\r\n")))
                 begin = following
-            if found := [document.decode() for document in found if document.strip()]:
-                yield pa.array(found)
+            if documents := [document.decode() for document in documents if document.strip()]:
+                yield pa.array(documents)
             number += left.count(b"\n", 0, begin)
             del left[:begin]
             if len(left) > longest:

@@ -53,15 +53,15 @@ def read_proteins(path: str, given: str = "--fasta", flags: ProteinFlags | None 
     """
     where = f"{given} {path}".strip()
     cleaner = (flags or ProteinFlags()).cleaner(where)
-    found: dict[str, str] = {}
+    proteins: dict[str, str] = {}
     for raw, text in read_fasta(path, cleaner=cleaner):
-        if (name := raw.decode()) in found:
+        if (name := raw.decode()) in proteins:
             raise UserError(f"{where}: two records have the id {name[:40]!r}: rename one, or remove it")
-        found[name] = text.decode().upper()
+        proteins[name] = text.decode().upper()
     cleaner.report()
-    if not found:
+    if not proteins:
         raise UserError(f"{where}: no record is a protein")
-    return found
+    return proteins
 
 
 def read_residues(path: str, given: str = "--fasta", flags: ProteinFlags | None = None) -> dict[str, bytes]:

@@ -170,10 +170,10 @@ class Cleaner:
     def _without_blanks(self, data: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if data.min() > ord(" ") or not (blank := IS_WHITESPACE[data]).any():
             return data, offsets
-        kept = np.flatnonzero(~blank)
+        positions = np.flatnonzero(~blank)
         data, offsets = _without(data, offsets, blank)
         self.changes.blanks += int(blank.sum())
-        gap_before = np.diff(kept, prepend=-1) > 1
+        gap_before = np.diff(positions, prepend=-1) > 1
         gap_before[offsets[:-1][offsets[:-1] < len(data)]] = False  # nor white space before a text
         gaps = np.bincount(_texts_of(np.flatnonzero(gap_before), offsets), minlength=len(offsets) - 1)
         _check_words(self.where, gaps, np.diff(offsets))
@@ -253,8 +253,8 @@ def _texts_of(places: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 def _without(data: np.ndarray, offsets: np.ndarray, dropped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Remove the characters where `dropped`, bool [C]; offsets int64 [N + 1], from 0."""
-    kept = np.append(0, np.cumsum(~dropped))
-    return data[~dropped], kept[offsets]
+    kept_before = np.append(0, np.cumsum(~dropped))
+    return data[~dropped], kept_before[offsets]
 
 
 def _check_words(where: str, gaps: np.ndarray, lengths: np.ndarray) -> None:

@@ -108,7 +108,7 @@ class StreamedOrder:
     def own(self, position: dict, mesh: Mesh) -> dict:
         check_divisible(self.packs_per_step, mesh.dp_size)
         own = range(mesh.dp_rank, self.of_group, mesh.dp_size)
-        return {stream: at for stream, at in position.items() if int(stream) % self.of_group in own}
+        return {stream: place for stream, place in position.items() if int(stream) % self.of_group in own}
 
     def steps(self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], is_mine: Callable[[int], bool]):
         """For each of `numbers`, counted from step `first`, that `is_mine`: the step, a data rank's packs and their

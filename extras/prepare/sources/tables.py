@@ -94,14 +94,14 @@ class Table:
         if not file.peek(1):
             return
         skipped: dict[int, str] = {}
-        parsed = said = 0
+        parsed = reported = 0
         try:
             options = self._read_options(self.block_bytes), *self._options(skipped, misshapen)
             with pa.csv.open_csv(file, *options) as reader:
                 for batch in reader:
-                    for number, what in list(skipped.items())[said:]:
+                    for number, what in list(skipped.items())[reported:]:
                         misshapen(number, what)
-                    said = len(skipped)
+                    reported = len(skipped)
                     numbers = np.arange(parsed + 1, parsed + batch.num_rows + 1)
                     left_out = np.array([*skipped], np.int64) - np.arange(len(skipped))
                     yield numbers + np.searchsorted(left_out, numbers, side="right"), batch
@@ -110,7 +110,7 @@ class Table:
             if STRADDLING in str(error):
                 raise too_long(f"{self.where}: after row {parsed + len(skipped)}", self.block_bytes) from None
             raise pa.ArrowInvalid(_numbered(error, 0)) from None
-        for number, what in list(skipped.items())[said:]:
+        for number, what in list(skipped.items())[reported:]:
             misshapen(number, what)
 
     @property
