@@ -19,7 +19,7 @@ def predicted_positions(labels: Tensor) -> Tensor:
 
 
 def filled_up(rows: int) -> int:
-    """So many rows and the fillers behind them."""
+    """Round up to a multiple of SHAPE_MULTIPLE."""
     return -(-rows // SHAPE_MULTIPLE) * SHAPE_MULTIPLE
 
 

@@ -42,7 +42,7 @@ class TokenSet:
 
     @property
     def stored(self) -> "TokenSet":
-        """Those of prepared data, as they lie on the disk."""
+        """The alphabet of the prepared data on disk."""
         return self
 
     def of_stored(self, ids: np.ndarray) -> np.ndarray:

@@ -46,7 +46,7 @@ class MaskRates:
             raise UserError(f"the masking probability lies between 0 and 1, not {self.mlm_probability}")
 
     def at(self, step: int) -> MaskRates:
-        """Those of a step, 0-based."""
+        """The rates of a step, 0-based."""
         if self.end is None:
             return self
         done = min(1.0, step / max(1, self.total_steps - 1))

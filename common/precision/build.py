@@ -52,7 +52,7 @@ class Precision:
 
     @property
     def scales(self) -> dict[str, Tensor]:
-        """See `Quantiser.state`."""
+        """Tensors of the quantiser, the same on every rank, that a checkpoint holds and restores in place."""
         return self.quantiser.state if self.quantiser else {}
 
     def quantise_weights(self) -> Precision:
@@ -68,7 +68,7 @@ class Precision:
             optimizer.register_step_post_hook(lambda *_: rounded.refresh())
 
     def attach_restored(self, gradients: float) -> None:
-        """Copy them after a checkpoint is read. gradients: this run's over those of the run that wrote it."""
+        """Refresh FP8 and bf16 copies after loading. gradients: scale of this run's over the saving run's."""
         if self.masters:
             self.masters.copy_to_model()
         if self.rounded:
@@ -93,7 +93,7 @@ class Precision:
             self.stats.begin_pack(empty)
 
     def fold_hidden_nan(self, value: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-        """See `Quantiser.nonfinite`."""
+        """value, an fp32 scalar, or NaN if the FP8 copies hide a NaN of the weights or gradients."""
         if not self.quantiser:
             return value
         return self.quantiser.nonfinite(value, (p for group in optimizer.param_groups for p in group["params"]))

@@ -95,7 +95,7 @@ class PrecisionFlags(Flags):
             extra().check_statistics(self.quant_stats_file)
 
     def torch_only(self) -> tuple[str, ...]:
-        """Those that are given and only the torch backend can honour."""
+        """Flags that are given and only the torch backend can honour."""
         return tuple(f"--{name}" for name in ("emulate_precision", "fp8_scaled_mm") if getattr(self, name))
 
     def stats_directory(self, output_dir: str) -> Path | None:

@@ -35,7 +35,7 @@ def verdict(results: dict, prefix: str = "eval") -> str:
 
 
 def verdicts(results: dict) -> list[str]:
-    """Those of all held-out sets, without the test split."""
+    """The verdicts, a line each, on all held-out sets but the test split."""
     return [line for prefix in held_out_prefixes([results]) if (line := verdict(results, prefix))]
 
 

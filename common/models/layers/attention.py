@@ -59,7 +59,7 @@ def has_varlen_kernel(q: Tensor) -> bool:
 def rotated_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool = False
 ) -> Tensor:
-    """The same of rotated queries and keys: q [T, H, D], k and v [T, K, D] -> [T, H * D].
+    """Self-attention of a pack whose queries and keys are rotated: q [T, H, D], k and v [T, K, D] -> [T, H * D].
 
     Grouped-query attention if K < H: neighbouring query heads share a head of keys and values.
     """

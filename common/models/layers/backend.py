@@ -75,7 +75,7 @@ class BackendFlags(Flags):
     )
 
     def torch_only(self) -> list[str]:
-        """Those that are given and only the torch backend can honour."""
+        """Flags that are given and only the torch backend can honour."""
         return [COMPILED] * bool(self.torch_compile)
 
     def choose_attention(self, heads: Heads, bf16: bool, world: World, by: str = "torch") -> tuple[str, str]:
