@@ -43,7 +43,7 @@ class Wanted:
     end: int | None = None
 
     def of_recipes(self) -> Wanted:
-        """Those that name a recipe."""
+        """Only the statistics that name a recipe."""
         return replace(self, stats=tuple(stat for stat in self.stats if split_stat(stat)[0]))
 
     def due(self, step: int) -> bool:

@@ -162,7 +162,7 @@ class Quantised:
                 tensor.div_(factor)
 
     def nonfinite(self, value: Tensor, weights: Iterable[Tensor]) -> Tensor:
-        """See `NanGuard.nonfinite`."""
+        """value, an fp32 scalar, or NaN if FP8 hides a NaN. weights: this rank's, or its shards."""
         return self._nan_guard.nonfinite(value, weights)
 
     def end_step(self, world: World, skipped: bool) -> None:

@@ -373,7 +373,7 @@ def _all_keys(gathered: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
 
 
 def _own_first(gathered: Tensor, layout: CpLayout) -> Iterator[tuple[int, Tensor]]:
-    """The same blocks in the order of `ring_blocks`."""
+    """(rank, its block) for every rank, this one's own first, from gathered blocks."""
     ranks = ((layout.context.rank - turn) % layout.context.size for turn in range(layout.context.size))
     return ((rank, gathered[rank]) for rank in ranks)
 

@@ -23,8 +23,10 @@ class Evaluation(Protocol):
 
 
 def evaluations(flags: Any, longest: int, alphabet: Alphabet = ESM2_TOKENS) -> list[Evaluation]:
-    """Those that the flags (`DownstreamFlags`) ask for. longest: tokens that the model takes; alphabet: its own.
-    UserError for bad input."""
+    """The evaluations that the flags (`DownstreamFlags`) ask for. UserError for bad input.
+
+    longest: tokens that the model takes; alphabet: its own.
+    """
     chosen: list[Evaluation] = []
     if flags.eval_contacts:
         from extras.after.downstream.contacts import ContactEvaluation

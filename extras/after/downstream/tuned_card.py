@@ -13,8 +13,10 @@ from extras.after.downstream.metrics import about_intervals, shown
 
 
 def card_of(family: Family, task: TaskSpec, results: dict[str, Any], lora_r: int | None) -> str:
-    """It contains no paths, and no names of the user's but those of the classes. lora_r: None if all weights were
-    trained."""
+    """The model card. It has no paths, and no names of the user's but those of the classes.
+
+    lora_r: None if all weights were trained.
+    """
     head = "ForTokenClassification" if task.of_residues else "ForSequenceClassification"
     what = "all weights trained" if lora_r is None else f"LoRA of rank {lora_r}"
     library = "transformers" if lora_r is None else "peft"

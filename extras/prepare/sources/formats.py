@@ -78,7 +78,7 @@ class Content:
 
     @property
     def formats(self) -> dict[str, Format]:
-        """Those of FORMATS that may hold it."""
+        """The formats that may hold this content, by name."""
         return {kind: each for kind, each in FORMATS.items() if self.name in each.contents}
 
     @property

@@ -31,7 +31,7 @@ class ProteinFlags(Flags):
 
     @property
     def given(self) -> dict[str, str]:
-        """Those that decide what is read, of the values that are not the defaults."""
+        """{flag: value} that differ from the defaults and decide what is read."""
         changed = {"gaps": self.gaps, "on_bad_record": self.on_bad_record}
         return {name: value for name, value in changed.items() if value not in (None, "error")}
 

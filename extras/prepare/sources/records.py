@@ -58,7 +58,7 @@ def texts(data: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> pa.Array:
 
 
 def columns(lines: Lines) -> pa.RecordBatch:
-    """The same records in columns `id` and `text`, both string."""
+    """Records as lines (id, tab, text) in columns `id` and `text`, both string."""
     data, offsets = view(lines)
     tabs = np.flatnonzero(data == TAB)
     ids, sequences = (
