@@ -57,7 +57,7 @@ from extras.families.decoders.causal_arguments import DecayFlags
 given = {"learning_rate": 1.0, "lr_scheduler_type": "sqrt", "warmup_steps": 2.0}
 for flags in (ScheduleFlags(**given, min_lr_rate=0.2), DecayFlags(**given, min_lr=0.2)):
     flags.check()
-    print(*(f"{flags.schedule(18)(step):.6f}" for step in (0, 1, 6, 17)))
+    print(*(f"{flags.schedule(18)(step):.6f}" for step in (0, 1, 6, 17)), f"{flags.run(18).floor:.2f}")
 for task in ("mlm", "clm"):
     specs = flag_specs(changed_defaults(arguments_of(StrategyFlags, task)))
     (spec,) = (spec for spec in specs if spec.name == "lr_scheduler_type")
@@ -65,8 +65,8 @@ for task in ("mlm", "clm"):
 """,
     )
     # 1 - 0.8 times the root of 4 and 15 of 16 steps done; of decoders of 5 and 16, and the warm-up ends at the peak.
-    assert found[0] == "0.000000 0.500000 0.600000 0.225403"
-    assert found[1] == "0.500000 1.000000 0.552786 0.200000"
+    assert found[0] == "0.000000 0.500000 0.600000 0.225403 0.20"
+    assert found[1] == "0.500000 1.000000 0.552786 0.200000 0.20"
     assert found[2:] == ["True True"] * 2
 
 
@@ -85,7 +85,8 @@ from common.models.esm2.model import build_model
 from common.precision.flags import PrecisionFlags
 from extras.formats.casts import COLUMNS, INPUT
 from extras.formats.emulation import Emulation
-from extras.formats.plan import describe, resolve
+from common.cli import UserError
+from extras.formats.plan import check_device, describe, our_name, resolve
 
 flags = checked(PrecisionFlags(bf16=True, fp8=True, fp8_recipe="rows", emulate_precision=True))
 model, plan = build_model(esm2_config(1, 32, 2), seed=1), resolve(flags, 1)
@@ -95,11 +96,22 @@ matmul = model.encoder.layers[0].self_attention.proj.matmul
 x = torch.tensor([[448.0, 100.0, -3.0], [1344.0, 300.0, 9.0]])
 values, scale = matmul.quantize(x, INPUT, COLUMNS, torch.bfloat16)
 print(values.dtype, (values * scale).round().int().tolist())
+mxfp8 = resolve(checked(PrecisionFlags(fp8=True, fp8_recipe="mxfp8")), 1)
+for name, asked in (("a GPU", plan), ("an H200", mxfp8)):
+    try:
+        check_device(asked, name, (9, 0))
+    except UserError as error:
+        print(error)
+print(our_name("transformer_engine.common.recipe."))
 """,
     )
     # Each row's largest value becomes 448; 100 lies between 96 and 104, and goes to the even mantissa.
     assert found[0].strip() == "1       FP8, a scale a row, hybrid"
     assert found[1] == "torch.float32 [[448, 96, -3], [1344, 288, 9]]"
+    # Transformer Engine has no such format: no GPU computes in it, and it is no advice for one.
+    assert found[2] == "--fp8: FP8, a scale a row is emulated only: add --emulate_precision"
+    assert "delayed, current or block works on it" in found[3]
+    assert found[4] == "transformer_engine.common.recipe."
 
 
 def test_data_format_is_one_file_and_one_line(checkout):

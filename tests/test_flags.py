@@ -9,6 +9,7 @@ import transformers
 
 from common.cli import UserError
 from common.flags import parse_arguments
+from common.training.schedule import SCHEDULES
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 
@@ -30,3 +31,9 @@ def test_flags_listed_as_absent_are_unknown():
         with pytest.raises(UserError, match="unknown flag") as error:
             parse_arguments(None, args, argv=[f"{flag}=1" for flag in absent])
         assert [flag for flag in absent if f" {flag}=1" not in str(error.value)] == []
+
+
+def test_training_page_has_every_schedule():
+    (table,) = re.findall(r"\n## Learning rate\n(.*?)\n## ", (ROOT / "docs" / "training.md").read_text(), re.S)
+    names = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+    assert names == {*SCHEDULES["mlm"]}

@@ -269,6 +269,8 @@ class ScheduleFlags(Flags):
         """See `Run`. low: default: --min_lr_rate of the peak."""
         peak, warmup_given, warmup = self.learning_rate, self.warmup_steps, warmup_steps(self, total_steps)
         floor = self.chosen.floor if self.min_lr_rate is None else self.min_lr_rate
+        if low is not None:
+            floor = low / peak if peak else 0.0
         return Run(
             peak=peak,
             low=floor * peak if low is None else low,

@@ -50,7 +50,7 @@ def recipes(flags: PrecisionFlags) -> dict[str, Recipe]:
 def our_name(recipe: str) -> str:
     """A value of --fp8_recipe for Transformer Engine's class (path); any other name as it is."""
     name = recipe.removeprefix(TE_MODULE)
-    return next((ours for ours, kind in fp8_formats().items() if kind.te_class == name), recipe)
+    return next((ours for ours, kind in fp8_formats().items() if name and kind.te_class == name), recipe)
 
 
 def resolve(flags: PrecisionFlags, num_layers: int) -> Plan | None:
@@ -105,6 +105,8 @@ def parse_layers(flag: str, text: str, num_layers: int) -> set[int]:
 def check_device(plan: Plan, device: str, capability: tuple[int, int] | None) -> None:
     """UserError unless the device computes in every format of the plan. capability: None where it is no NVIDIA GPU."""
     for recipe in sorted({r for r in plan if r is not None}, key=repr):
+        if not recipe.te_class:
+            raise UserError(f"{recipe.flag}: {recipe.title} is emulated only: add --emulate_precision")
         if capability is not None and capability >= recipe.capability:
             continue
         major, minor = recipe.capability
@@ -114,7 +116,7 @@ def check_device(plan: Plan, device: str, capability: tuple[int, int] | None) ->
         remedy = "add --emulate_precision to try it here"
         if capability is None:
             raise UserError(f"{recipe.flag}: {needs}; this is {device}: {remedy}")
-        works = [name for name, kind in fp8_formats().items() if capability >= kind.capability]
+        works = [name for name, kind in fp8_formats().items() if kind.te_class and capability >= kind.capability]
         if works:
             remedy = f"--fp8 with --fp8_recipe {', '.join(works[:-1])} or {works[-1]} works on it; or {remedy}"
         raise UserError(f"{recipe.flag}: {needs}; {device} has {capability[0]}.{capability[1]}: {remedy}")

@@ -118,7 +118,8 @@ class ModelFlags(BackendFlags):
     def resolve(self) -> ModelFlags:
         if not self.model_type or self.config_name or self.model_name_or_path:
             return self
-        return replace(self, config_name=encoder_named(self.model_type).published[0])
+        published = encoder_named(self.model_type).published
+        return replace(self, config_name=published[0]) if published else self
 
     def check(self) -> None:
         if self.model_type:

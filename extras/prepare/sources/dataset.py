@@ -50,7 +50,7 @@ class File:
     """One file: a local path, or an hf:// address with a commit as revision, so that it cannot change."""
 
     path: str
-    kind: str  # a key of extras.prepare.sources.dataset.FORMATS
+    kind: str  # a key of extras.prepare.sources.formats.FORMATS
     size: int  # bytes
     content: Content = PROTEINS
 

@@ -9,7 +9,7 @@ import pytest
 from common.cli import UserError
 from extras.after.inference.mutation_tables import read_rows as read_table
 from extras.prepare.sources.dataset import open_source
-from extras.prepare.sources.formats import proteins
+from extras.prepare.sources.formats import FORMATS, proteins
 from extras.prepare.sources.record_counts import count_records
 from extras.prepare.sources.sequence_files import read_sequences, units_of
 
@@ -118,3 +118,9 @@ def test_tables_of_labels_may_be_compressed_and_say_what_else_they_are(tmp_path)
     (tmp_path / "a.csv").write_bytes(text.decode().encode("utf-16"))
     with pytest.raises(UserError, match="^a.csv: not a CSV file: it is UTF-16: convert it"):
         read_table(tmp_path / "a.csv", "a.csv")
+
+
+def test_an_ending_belongs_to_one_format_of_each_content():
+    for content in ("proteins", "documents"):
+        endings = [ending for each in FORMATS.values() if content in each.contents for ending in each.suffixes]
+        assert len(endings) == len(set(endings))
