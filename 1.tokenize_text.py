@@ -28,7 +28,7 @@ from extras.prepare.dataset_writer import Piece, assemble, write_dataset_dict
 from extras.prepare.encode import usable_threads
 from extras.prepare.output_directory import Build, building
 from extras.prepare.sources import compression as limits
-from extras.prepare.sources.dataset import Source, open_source, with_contents
+from extras.prepare.sources.find_files import Source, open_source, with_contents
 from extras.prepare.sources.formats import documents
 from extras.prepare.sources.sequence_files import check_columns, units_of
 from extras.prepare.tokenize_units import UnitOfText, token_features, tokenize_units

@@ -37,8 +37,8 @@ from common.distributed.world import Mesh
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS, encode
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
-from extras.prepare.sources.dataset import open_source
 from extras.prepare.sources.fasta import read_fasta
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.streams import StreamedOrder, plan_streams
 
 

@@ -129,7 +129,7 @@ def test_data_format_is_one_file_and_one_line(checkout):
 import pyarrow as pa
 from common.cli import UserError
 from extras.prepare.sources import record_counts
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.sequence_files import Unit, check_columns, read_sequences
 
 def files_of(name):

@@ -40,7 +40,7 @@ from extras.preflight.report import (
     problems,
     table,
 )
-from extras.prepare.sources.dataset import is_local
+from extras.prepare.sources.find_files import is_local
 
 
 @dataclass

@@ -23,7 +23,7 @@ from common.models.family import Family, family_of
 from common.models.layers.initialise import count_parameters
 from extras.families.decoders.config import PRESETS
 from extras.preflight.report import ERROR, OK, WARN, Finding
-from extras.prepare.sources.dataset import Source, open_source
+from extras.prepare.sources.find_files import Source, open_source
 from extras.prepare.sources.streamed_data import MemoryStore
 
 BYTES_PER_PARAMETER = 12  # weights and two moments in fp32

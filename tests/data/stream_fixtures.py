@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from common.models.esm2 import alphabet
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.streams import Stream, plan_streams
 
 COUNT = 600

@@ -16,7 +16,7 @@ from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.flags import DataFlags
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.prepare.sources.dataset import check_same_files, open_source, split_of, with_contents
+from extras.prepare.sources.find_files import check_same_files, open_source, split_of, with_contents
 from extras.prepare.sources.sequence_files import read_sequences, units_of
 from extras.prepare.sources.streamed_data import MemoryStore, find_source
 from extras.prepare.sources.streams import Stream

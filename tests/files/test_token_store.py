@@ -19,8 +19,8 @@ from common.cli import UserError
 from common.data.token_store import TokenStore, open_split
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, PAD, encode
 from extras.prepare.sources.csv_records import csv_files
-from extras.prepare.sources.dataset import open_source
 from extras.prepare.sources.fasta import read_fasta
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.sequence_files import read_rows, units_of
 
 OURS = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from common.files.safe_files import read_json_lines
-from extras.prepare.sources.dataset import open_source, with_contents
+from extras.prepare.sources.find_files import open_source, with_contents
 from tests.data.stream_fixtures import proteins, write
 from tests.data_fixtures import REAL_SAMPLE, edit_unnoticed, needs_real_sample
 from tests.forked import run_script

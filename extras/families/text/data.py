@@ -25,7 +25,7 @@ from extras.families.text.flags import TextFlags
 from extras.families.text.store import TextMemory, TextStore, open_text_split, tokenize_files
 from extras.families.text.streams import WINDOW_BYTES, WINDOW_DOCUMENTS, plan_text_streams
 from extras.families.text.tokenizers import Tokenizer
-from extras.prepare.sources.dataset import Source, check_same_files, open_source, with_contents
+from extras.prepare.sources.find_files import Source, check_same_files, open_source, with_contents
 from extras.prepare.sources.formats import documents
 from extras.prepare.sources.hub import REMOTE
 from extras.prepare.sources.record_counts import count_records

@@ -17,7 +17,7 @@ import pyarrow as pa
 from common.cli import UserError
 from common.data.token_store import ArrowLists, read_state, split_directory
 from extras.families.text.tokenizers import Pieces, Tokenizer, tokenize
-from extras.prepare.sources.dataset import File
+from extras.prepare.sources.find_files import File
 from extras.prepare.sources.sequence_files import read_rows, units_of
 
 DOCUMENTS_AT_ONCE = 64

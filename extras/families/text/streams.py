@@ -21,7 +21,7 @@ from common.cli import UserError
 from common.data.counter_rng import RECORD_ORDER, derive_key, hash_counters
 from common.data.crops import Pack
 from extras.families.text.tokenizers import Pieces, Tokenizer, tokenize
-from extras.prepare.sources.dataset import File
+from extras.prepare.sources.find_files import File
 from extras.prepare.sources.sequence_files import ROW_BITS, Unit, read_rows
 from extras.prepare.sources.streams import StreamAssignment, UnitShare, assign_units
 

@@ -11,7 +11,7 @@ import pyarrow.compute
 from common.cli import UserError
 from extras.prepare.sources.compression import strip_compression
 from extras.prepare.sources.csv_records import read_header
-from extras.prepare.sources.dataset import File
+from extras.prepare.sources.find_files import File
 from extras.prepare.sources.record_counts import estimated, filled
 from extras.prepare.sources.sequence_files import Unit, block_bytes, column_among, open_stream
 from extras.prepare.sources.tables import Table

@@ -9,11 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from extras.prepare.sources.compression import check_file
-from extras.prepare.sources.dataset import File
 from extras.prepare.sources.fasta import read_fasta_lines
+from extras.prepare.sources.find_files import File
+from extras.prepare.sources.hub import local_path
 from extras.prepare.sources.record_counts import estimated
 from extras.prepare.sources.records import columns
-from extras.prepare.sources.sequence_files import Unit, cleaner_of, local_path, report
+from extras.prepare.sources.sequence_files import Unit, cleaner_of, report
 
 
 def column(unit: Unit) -> None:
@@ -21,12 +22,12 @@ def column(unit: Unit) -> None:
 
 
 def records(file: File) -> float:
-    file = replace(file, path=local_path(Unit(file)))
+    file = replace(file, path=local_path(file.path))
     return estimated(file, lambda lines: sum(line.startswith(b">") for line in lines))
 
 
 def texts(unit: Unit) -> Iterator[pa.Array]:
     cleaner = cleaner_of(unit)
-    for lines in read_fasta_lines(local_path(unit), max_record=unit.file.content.longest, cleaner=cleaner):
+    for lines in read_fasta_lines(local_path(unit.file.path), max_record=unit.file.content.longest, cleaner=cleaner):
         yield columns(lines).column("text")
     report(str(unit), unit, cleaner)

@@ -32,6 +32,17 @@ def offline() -> bool:
     return any(os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE") for variable in OFFLINE_VARIABLES)
 
 
+def local_path(path: str) -> str:
+    """A local path of a file: one of the Hub (hf://datasets/OWNER/NAME@REVISION/FILE) is downloaded to the cache."""
+    if not path.startswith(REMOTE):
+        return path
+    from huggingface_hub import hf_hub_download
+
+    owner, rest, name = path.removeprefix(REMOTE + "datasets/").split("/", 2)
+    repo, revision = rest.split("@")
+    return hf_hub_download(f"{owner}/{repo}", name, repo_type="dataset", revision=revision)
+
+
 def download_command(name: str, kind: str) -> tuple[str, str]:
     """The command that downloads a repository (kind: `dataset` or `tokenizer`), and the flag to use it."""
     of_kind = "--repo-type dataset " if kind == "dataset" else ""

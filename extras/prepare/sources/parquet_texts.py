@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from extras.prepare.sources.dataset import File
+from extras.prepare.sources.find_files import File
 from extras.prepare.sources.hub import REMOTE
 from extras.prepare.sources.parquet_pages import coalesce, fetched, read_columns
 from extras.prepare.sources.sequence_files import (

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from common.cli import UserError
 from extras.prepare.sources.compression import HEAD_BYTES, detect_non_text
-from extras.prepare.sources.dataset import File
+from extras.prepare.sources.find_files import File
 from extras.prepare.sources.record_counts import estimated
 from extras.prepare.sources.sequence_files import BLOCK_BYTES, Unit, open_stream
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from extras.prepare.sources.dataset import File
+from extras.prepare.sources.find_files import File
 from extras.prepare.sources.hub import REMOTE
 from extras.prepare.sources.sequence_files import has_row_groups, open_stream, reader_of, row_counts
 

@@ -29,7 +29,7 @@ from extras.prepare.sources.compression import (
     too_long,
 )
 from extras.prepare.sources.csv_records import column_named
-from extras.prepare.sources.dataset import File
+from extras.prepare.sources.find_files import File
 from extras.prepare.sources.formats import FORMATS
 from extras.prepare.sources.hub import FIRST_WAIT_S, REMOTE, Retries, brief
 from extras.prepare.sources.records import BadRecords, characters
@@ -142,18 +142,6 @@ def open_stream(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         raw = open(file.path, "rb")  # noqa: SIM115
     with raw, decompressing(raw, file.path) as stream:
         yield raw, stream
-
-
-def local_path(unit: Unit) -> str:
-    """A local path to read FASTA from: a Hub file is downloaded to the cache first."""
-    path = unit.file.path
-    if not path.startswith(REMOTE):
-        return path
-    from huggingface_hub import hf_hub_download
-
-    owner, rest, name = path.removeprefix(REMOTE + "datasets/").split("/", 2)
-    repo, revision = rest.split("@")
-    return hf_hub_download(f"{owner}/{repo}", name, repo_type="dataset", revision=revision)
 
 
 ROW_BITS = 40  # a record's number is unit << ROW_BITS | row

@@ -18,7 +18,14 @@ from common.data.token_store import open_split
 from common.data.training_data import Makers, PreparedData, ProteinData, check_eval_sets
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.prepare.sources.dataset import File, Source, check_same_files, held_out_files, open_source, with_contents
+from extras.prepare.sources.find_files import (
+    File,
+    Source,
+    check_same_files,
+    held_out_files,
+    open_source,
+    with_contents,
+)
 from extras.prepare.sources.formats import Content, proteins
 from extras.prepare.sources.record_counts import count_records
 from extras.prepare.sources.sequence_files import check_columns, read_sequences, units_of

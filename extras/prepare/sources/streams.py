@@ -28,7 +28,7 @@ from common.data.loader import uneven
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.prepare.sources.dataset import File
+from extras.prepare.sources.find_files import File
 from extras.prepare.sources.sequence_files import ROW_BITS, Unit, read_sequences, units_of
 
 WORKER_GROUPS = (8, 4, 2, 1)  # possible numbers of them; see StreamedOrder

@@ -13,7 +13,7 @@ from common.data.token_store import TokenStore
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.alphabet import TOKENS as ESM2_LETTERS
 from extras.families.amplify.alphabet import ALPHABET, TOKENS
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import proteins
 from extras.prepare.sources.streamed_data import MemoryStore
 from extras.prepare.sources.streams import plan_streams

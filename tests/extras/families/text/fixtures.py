@@ -10,7 +10,7 @@ import numpy as np
 
 from extras.families.text.streams import plan_text_streams
 from extras.families.text.tokenizers import ByteTokenizer
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import documents
 
 BYTES = ByteTokenizer()

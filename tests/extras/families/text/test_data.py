@@ -23,7 +23,7 @@ from extras.families.text.data import held_out_contexts, open_text
 from extras.families.text.flags import TextFlags
 from extras.families.text.store import TextMemory, TextStore
 from extras.families.text.tokenizers import load_tokenizer
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import documents
 from tests.data_fixtures import TOKENIZE, call, edit_unnoticed, expect_error, load_script, write_csv
 from tests.data_fixtures import proteins as protein_rows

@@ -13,8 +13,8 @@ import pytest
 from common.cli import UserError
 from extras.prepare.sources.compression import check_duplicates, check_file, open_decompressed
 from extras.prepare.sources.csv_records import count_rows, csv_files
-from extras.prepare.sources.dataset import open_source
 from extras.prepare.sources.fasta import read_fasta
+from extras.prepare.sources.find_files import open_source
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, proteins, write_csv
 
 

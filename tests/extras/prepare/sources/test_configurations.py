@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.cli import UserError
-from extras.prepare.sources.dataset import split_of
+from extras.prepare.sources.find_files import split_of
 from extras.prepare.sources.hub import choose_files
 
 PATHS = [

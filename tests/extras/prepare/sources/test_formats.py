@@ -8,7 +8,7 @@ import pytest
 
 from common.cli import UserError
 from extras.after.inference.mutation_tables import read_rows as read_table
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import FORMATS, proteins
 from extras.prepare.sources.record_counts import count_records
 from extras.prepare.sources.sequence_files import read_sequences, units_of

@@ -13,8 +13,8 @@ from common.cli import UserError
 from extras.after.inference.encoder import look_through
 from extras.after.inference.mutation_tables import read_rows as read_table
 from extras.prepare.sources.csv_records import read_rows as read_csv
-from extras.prepare.sources.dataset import open_source
 from extras.prepare.sources.fasta import read_fasta
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import proteins
 from extras.prepare.sources.proteins import ProteinFlags, proteins_of
 from extras.prepare.sources.records import BadRecords

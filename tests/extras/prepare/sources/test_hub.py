@@ -15,7 +15,7 @@ READ = """
 import sys
 from common import cli
 from extras.prepare.sources import hub
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.streams import plan_streams
 from tests.data.stream_fixtures import first_epoch, PACKED
 if "--impatient" in sys.argv:

@@ -18,8 +18,8 @@ from common.flags import checked
 from extras.prepare.cluster_splits import read_table
 from extras.prepare.sources.compression import open_decompressed
 from extras.prepare.sources.csv_records import read_rows as read_csv
-from extras.prepare.sources.dataset import open_source
 from extras.prepare.sources.fasta import read_fasta
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import documents, proteins
 from extras.prepare.sources.sequence_files import read_rows, units_of
 from extras.prepare.sources.streamed_data import find_source

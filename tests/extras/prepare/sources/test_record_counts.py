@@ -7,7 +7,7 @@ import gzip
 import pytest
 
 from extras.prepare.sources import record_counts
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.record_counts import count_records
 from tests.data.stream_fixtures import proteins, write
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.cli import UserError
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import documents
 from extras.prepare.sources.sequence_files import read_rows, units_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.cli import UserError
 from extras.prepare.sources import formats, sequence_files
-from extras.prepare.sources.dataset import open_source
+from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import documents
 from tests.data_fixtures import load_script
 from tests.extras.prepare.sources.toy_format import FORMAT
