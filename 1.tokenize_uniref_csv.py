@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from common.cli import UserError, run
 from common.data import GAPS_HELP, Gaps
-from common.files.identity import combined_hash, content_hash
+from common.files.content_hash import combined_hash, content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras.prepare.cluster_splits import COMPONENTS, cluster_records, publish_indices, split_by_clusters
 from extras.prepare.dataset_writer import (

@@ -28,7 +28,7 @@ import torch
 
 from common import console
 from common.cli import UserError, run
-from common.files.identity import content_hash, content_hashes
+from common.files.content_hash import content_hash, content_hashes
 from common.files.safe_files import file_name
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from common.cli import StoppedBySignal, UserError, one_line, run
-from common.files.identity import content_hash
+from common.files.content_hash import content_hash
 from common.files.runs import final_model_of
 from common.files.safe_files import read_json, replace_directory, replace_flushed, write_json
 from common.flags import Flags, Missing, flag, parse_arguments

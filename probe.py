@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from common.cli import UserError, one_line, run
 from common.distributed.world import World
-from common.files.identity import content_hash
+from common.files.content_hash import content_hash
 from common.flags import Flags, Missing, flag, flat, parse_arguments
 from common.models.layers.hf_directory import model_hash
 from extras.after.downstream.groups import Clustering, groups_of

@@ -29,7 +29,7 @@ import numpy as np
 
 from common.cli import UserError, run
 from common.console import slow_bar
-from common.files.identity import content_hash
+from common.files.content_hash import content_hash
 from common.files.safe_files import file_name, is_plain_name, read_json, replace_flushed
 from common.flags import Missing, flag, parse_arguments
 from common.models.family import encoder_family

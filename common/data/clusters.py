@@ -14,7 +14,7 @@ import numpy as np
 
 from common.cli import UserError, one_line
 from common.data.counter_rng import hash_counters, scale
-from common.files.identity import combined_hash
+from common.files.content_hash import combined_hash
 
 DIRECTORY = "clusters"
 

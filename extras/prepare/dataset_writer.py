@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from common.files.identity import combined_hash
+from common.files.content_hash import combined_hash
 from common.files.safe_files import sync, sync_directory, write_json_flushed
 
 ROWS_PER_BATCH = 10_000

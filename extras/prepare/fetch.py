@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 from common.cli import UserError
-from common.files.identity import content_hashes
+from common.files.content_hash import content_hashes
 from extras.prepare.download import ANYTHING, RETRIES, DownloadFiles, Expected, RetryPolicy, download
 from extras.prepare.sources.compression import check_duplicates, check_file
 from extras.prepare.transfers import SCHEMES, FetchError, TemporaryError, identity, shown

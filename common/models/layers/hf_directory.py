@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.cli import UserError, one_line
-from common.files.identity import combined_hash
+from common.files.content_hash import combined_hash
 from common.files.runs import MANIFEST, resolve_directory
 from common.files.safe_files import check_type, is_plain_name, open_regular, read_json, shorten
 from common.hooks import extra

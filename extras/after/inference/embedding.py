@@ -14,7 +14,7 @@ from common.cli import UserError
 from common.console import slow_bar
 from common.data.alphabet import Alphabet
 from common.distributed.world import World
-from common.files.identity import content_hash
+from common.files.content_hash import content_hash
 from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common.cli import UserError
 from common.data.token_store import as_parquet, untokenised_columns
-from common.files.identity import combined_hash
+from common.files.content_hash import combined_hash
 from extras.prepare.sources.compression import check_duplicates, check_file
 from extras.prepare.sources.formats import INFO_BYTES, PROTEINS, Content, format_of_file
 from extras.prepare.sources.hub import (

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from common.cli import UserError
-from common.files import identity as module
-from common.files.identity import combined_hash, content_hash
+from common.files import content_hash as module
+from common.files.content_hash import combined_hash, content_hash
 
 
 @pytest.fixture(autouse=True)
