@@ -168,6 +168,7 @@ def parse_arguments(
     flags: type[T] | T,
     argv: list[str] | None = None,
     elsewhere: Callable[[str], str] = lambda option: "",
+    program: str | None = None,
 ) -> T:
     """Parse the command line into a dataclass of flags, given as its class or as an instance that has the defaults.
 
@@ -175,13 +176,14 @@ def parse_arguments(
     that is on. A first argument that ends in .json, .yaml or .yml is read as a file of flags; those after it win.
     UserError for unknown flags and values of the wrong type, naming the file if it is at fault.
 
-    elsewhere: says what to give in place of an unknown word such as `--model` or `fp8_config.enabled=true`, or "".
+    elsewhere: says what to give in place of an unknown word such as `--model` or `fp8_config.enabled=true`, or "";
+    program: its name in help and errors. Default: that of the running script.
     """
     # What is imported by now stays for good. Kept out of garbage collection, it saves a tenth of step 0's time.
     gc.freeze()
     defaults = changed_defaults(flags() if isinstance(flags, type) else flags)
     argv = sys.argv[1:] if argv is None else argv
-    parser = _Parser(defaults, elsewhere)
+    parser = _Parser(defaults, elsewhere, program)
     everything = "--help_all" in argv
     if everything or not {"-h", "--help"}.isdisjoint(argv):
         print(help_text(parser.prog, description, parser.specs, parser.idle, everything), end="")
@@ -260,8 +262,8 @@ def flag_specs(args: Any) -> list[FlagSpec]:
 class _Parser(argparse.ArgumentParser):
     """options: {word of a command line: flag}; idle: as `Flags.idle`; where: the file at fault, for error lines."""
 
-    def __init__(self, defaults: Any, elsewhere: Callable[[str], str]):
-        super().__init__(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    def __init__(self, defaults: Any, elsewhere: Callable[[str], str], program: str | None):
+        super().__init__(program, allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
         self.specs, self.where, self.elsewhere = flag_specs(defaults), "", elsewhere
         self.idle = {name: why for part in groups(defaults) for name, why in getattr(part, "idle", {}).items()}
         self.lists = {spec.name for spec in self.specs if "list" in spec.type}

@@ -318,7 +318,7 @@ def check(made: Translation) -> None:
 
     if made.script in STRATEGIES and made.argv:
         argv = [str(ROOT / made.config), *made.flags] if made.config else made.flags
-        args: Any = parse_run(None, strategy_of(made.script), argv)
+        args: Any = parse_run(None, strategy_of(made.script), argv, program=made.script)
         if args.task == "mlm" and args.model.backend == "hf":
             import torch
 

@@ -136,6 +136,18 @@ def test_key_of_a_file_of_flags_is_no_flag_of_a_command_line(script, tmp_path):
             parse_run("", strategy, [str(file), *words])
 
 
+def test_file_of_flags_may_follow_a_jobs_own_flags(tmp_path):
+    """slurm/*.sh and TRAIN_FLAGS of kubernetes/ put what a user adds behind theirs."""
+    file, strategy = tmp_path / "run.yaml", load_script("train_ddp_cp.py").DdpCpFlags
+    file.write_text(yaml.safe_dump({"cp_comm_type": "all_gather", "max_steps": 7, "logging_steps": 3}))
+    job = ["--cp_size=2", "--config_name=facebook/esm2_t6_8M_UR50D", "--output_dir=y", "--dataset_dir=x"]
+    found = flat(parse_run("", strategy, [*job, str(file), "--max_steps", "9"]))
+    assert (found["cp_comm_type"], found["max_steps"], found["logging_steps"]) == ("all_gather", 9, 3)
+    assert flat(parse_run("", strategy, [*job, "--run_name", str(file)]))["run_name"] == str(file)  # a value
+    with pytest.raises(UserError, match=f"{file}: a file of flags comes first"):
+        parse_run("", strategy, [str(file), *job, str(file)])
+
+
 def test_no_document_types_a_key_of_a_file_of_flags():
     keys = {name for script in STRATEGIES for name in file_only(script)}
     assert keys == FILE_ONLY, "those of benchmarks/measuring.py"

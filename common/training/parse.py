@@ -13,6 +13,7 @@ import re
 import sys
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,20 @@ def parse_run(
     strategy: type[StrategyFlags],
     argv: list[str] | None = None,
     without_flags: str = "sanity.yaml",
+    program: str | None = None,
 ) -> RunArguments:
-    """The flags of a train script: its strategy's and the task's. Without any, those of configs/`without_flags`."""
-    argv = with_named_config(sys.argv[1:] if argv is None else argv)
+    """The flags of a train script: its strategy's and the task's. Without any, those of configs/`without_flags`.
+
+    program: the script's name in error lines. Default: that of the running one.
+    """
+    argv = with_named_config(with_file_first(sys.argv[1:] if argv is None else argv))
     sanity = CONFIGS / without_flags
     words = argv or [str(sanity)]
     task = task_name(words)
     if task == "clm":
         words = extra().causal_words(words)
-    args = parse_arguments(description, arguments_of(strategy, task), words, partial(_instead, strategy, task))
+    instead = partial(_instead, strategy, task)
+    args = parse_arguments(description, arguments_of(strategy, task), words, instead, program)
     if not argv and os.environ.get("RANK", "0") == "0":
         script, file = os.path.basename(sys.argv[0]), os.path.relpath(sanity)
         logger.info(
@@ -87,6 +93,17 @@ def parse_run(
             "--output_dir out/mine"
         )
     return args
+
+
+def with_file_first(argv: list[str]) -> list[str]:
+    """A file of flags right behind `--flag=value` as the first word: job scripts put the flags that a user adds behind
+    their own. It is no value of the flag, which has one."""
+    if argv and is_file_of_flags(argv[0]):
+        return argv
+    for at, (before, word) in enumerate(pairwise(argv), start=1):
+        if is_file_of_flags(word) and before.startswith("--") and "=" in before:
+            return [word, *argv[:at], *argv[at + 1 :]]
+    return argv
 
 
 def with_named_config(argv: list[str]) -> list[str]:

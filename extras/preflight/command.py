@@ -27,7 +27,8 @@ def split_command(argv: list[str]) -> tuple[list[str], RunArguments | None]:
         return argv, None
     if not argv[index + 1 :]:
         raise UserError(f"{argv[index]}: its flags are missing: give the command of the job")
-    return argv[:index], parse_run(None, strategy_of(Path(argv[index]).name), argv[index + 1 :])
+    script = Path(argv[index]).name
+    return argv[:index], parse_run(None, strategy_of(script), argv[index + 1 :], program=script)
 
 
 def flags_of(run: RunArguments) -> dict:

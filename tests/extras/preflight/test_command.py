@@ -54,3 +54,5 @@ def test_preflight_sizes_the_model_of_the_jobs_own_command(tmp_path, command, pa
 def test_preflight_refuses_what_the_job_would():
     with pytest.raises(UserError, match="unknown flag --no_such_flag"):
         split_command(["train_ddp.py", "--no_such_flag"])
+    with pytest.raises(UserError, match=r"give that first: train_ddp\.py FILE\.yaml$"):
+        split_command(["train_ddp.py", "--straggler_every=5"])
