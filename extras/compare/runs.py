@@ -41,6 +41,7 @@ WITHOUT_EFFECT |= {
     "save_final_model",
     "hub_model_id",
 }
+WITHOUT_EFFECT |= {"dataloader_prefetch_factor", "dataloader_pin_memory"}  # of runs of before 0.5
 WITHOUT_EFFECT |= {"dataset_dir", "dataset", "max_record_length", "max_eval_samples", "per_device_eval_batch_size"}
 PATHS = {"output_dir", "run_name", "dataset_dir", "dataset", "eval_dataset", "resume_from_checkpoint"}
 PACKS = {"gradient_accumulation_steps", "tokens_per_step", "packs_per_step_schedule"}  # resolved to packs_per_step

@@ -178,9 +178,9 @@ def test_needed_seeds_where_more_proteins_do_not_help():
 
 def test_runs_that_differ_in_seed_and_harmless_flags_are_one_group(tmp_path):
     runs = [
-        write_run(tmp_path / "muon-1", noise(1), 1, optim="muon", logging_steps=5),
+        write_run(tmp_path / "muon-1", noise(1), 1, optim="muon", logging_steps=5, dataloader_prefetch_factor=4),
         write_run(tmp_path / "adamw-1", noise(1), 1, save_steps=7),
-        write_run(tmp_path / "muon-2", noise(2), 2, optim="muon"),
+        write_run(tmp_path / "muon-2", noise(2), 2, optim="muon", dataloader_prefetch_factor=2),  # a flag of 0.4
         write_run(tmp_path / "muon-wide", noise(3), 2, optim="muon", mlm_probability=0.25),
         write_run(tmp_path / "muon-2-again", noise(4), 2, optim="muon"),
     ]
