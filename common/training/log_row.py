@@ -121,7 +121,9 @@ def _data_wait(row: dict) -> float:
 
 
 def _seconds_left(row: dict) -> float:
-    return (row["total_steps"] - row["step"]) * row["step_seconds"]
+    """At most a million years: a longer time is no timedelta."""
+    left, most = (row["total_steps"] - row["step"]) * row["step_seconds"], 3e13
+    return left if left < most else most
 
 
 perf = partial(Field, group="perf")
@@ -333,17 +335,21 @@ def check_sums(sums: dict) -> None:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"{what} is {shorten(pair)}, expected two values")
         for value, kind in zip(pair, (_type(name), "int | float"), strict=True):
-            check_type(what, value, kind)
-            if not (value.isprintable() if isinstance(value, str) else math.isfinite(value)):
-                raise ValueError(f"{what} is {shorten(value)}")
+            _check_value(what, value, kind)
 
 
 def check_row(row: dict) -> None:
     """ValueError unless this can be a row of metrics.jsonl."""
     for name, value in row.items():
-        check_type(f"unfinished_row: {name}", value, _type(name))
+        _check_value(f"unfinished_row: {name}", value, _type(name))
     if "step" not in row or ("loss" in row and not row.keys() >= _WITH_LOSS):
         raise ValueError("unfinished_row is no row of metrics")
+
+
+def _check_value(what: str, value: Any, kind: str) -> None:
+    check_type(what, value, kind)
+    if not (value.isprintable() if isinstance(value, str) else math.isfinite(value)):
+        raise ValueError(f"{what} is {shorten(value)}")
 
 
 def _type(name: str) -> str:

@@ -8,6 +8,7 @@ their `.metadata` are read.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -337,6 +338,7 @@ STATES = [
     ("resolved of another type", state("resolved", "total_steps", value="many"), "resolved: total_steps is 'many'"),
     ("row without a step", state("unfinished_row", value={}), "no row of metrics"),
     ("row of texts", state("unfinished_row", value={"step": 1, "loss": "x"}), "unfinished_row: loss is 'x'"),
+    ("row with NaN", state("unfinished_row", value={"step": math.nan}), "unfinished_row: step is nan"),
     ("sums that are texts", state("row_sums", value={"loss": ["x", 1]}), "row_sums: 'loss' is 'x'"),
     ("sums that are numbers", state("row_sums", value={"loss": 1.0}), "row_sums: 'loss' is 1.0, expected two"),
     (

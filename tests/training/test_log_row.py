@@ -70,6 +70,14 @@ def test_row_sums_means_speeds_and_last_values():
     assert state.row_sums == {}
 
 
+def test_row_of_any_duration_has_a_line():
+    """The sums may be those of a checkpoint that somebody else has written."""
+    row = {"step": 1, "total_steps": 9, "loss": 2.0, "train_perplexity": 7.4}
+    for seconds in (1e18, math.inf):
+        assert "eta: " in log_row.step_line(row | {"step_seconds": seconds})
+        assert "ETA " in log_row.terminal_line(row | {"step_seconds": seconds}, None, 100)
+
+
 def test_sums_of_a_row_are_those_of_both_starts():
     """Through a checkpoint of this version; one of 0.4 has the sums of the loss alone."""
     state = TrainerState()
