@@ -206,7 +206,8 @@ def parse_arguments(
         if any(each == name and parser.values(value) != parser.values(words) for each, value in final):
             final = _without(final, described, words)
         for each in (name, *overrides.get(name, ())):
-            of_file.pop(each, None)
+            if of_file.pop(each, None) and each in parser.file_only and is_first_on_node():
+                logging.getLogger(__name__).warning("%s replaces the %s of %s", " ".join(words), each, file)
         if name in last_wins:
             final = _without(final, overrides[name], words)
         final.append((name, words))

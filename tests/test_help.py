@@ -136,6 +136,14 @@ def test_key_of_a_file_of_flags_is_no_flag_of_a_command_line(script, tmp_path):
             parse_run("", strategy, [str(file), *words])
 
 
+def test_flag_that_replaces_a_key_of_a_file_of_flags_says_so(tmp_path, caplog):
+    file, strategy = tmp_path / "run.yaml", load_script("train_ddp.py").DdpFlags
+    file.write_text(yaml.safe_dump({"packs_per_step_schedule": "0:2,9:4", "dataset_dir": "x", "output_dir": "y"}))
+    found = flat(parse_run("", strategy, [str(file), "--config_name=facebook/esm2_t6_8M_UR50D", "--packs_per_step=3"]))
+    assert (found["packs_per_step_schedule"], found["packs_per_step"]) == (None, 3)
+    assert f"--packs_per_step=3 replaces the packs_per_step_schedule of {file}" in caplog.text
+
+
 def test_file_of_flags_may_follow_a_jobs_own_flags(tmp_path):
     """slurm/*.sh and TRAIN_FLAGS of kubernetes/ put what a user adds behind theirs."""
     file, strategy = tmp_path / "run.yaml", load_script("train_ddp_cp.py").DdpCpFlags
