@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 COMMAND = re.compile(r"\s*(python|torchrun) ")
 CLOSE = 0.8  # difflib's ratio: --learing_rate is close to --learning_rate (0.96), --use_fsdp not to --use_cpu (0.67)
 NAMES = 30  # columns before the text of a flag
+LEAST = 30  # columns of that text: a narrower terminal has it below the flag
 REQUIRED = "needed"
 ORDER = (
     REQUIRED,
@@ -65,7 +66,7 @@ def help_text(
     """
     from common.console import columns
 
-    width = columns()
+    width = max(LEAST + 6, columns())
     groups: dict[str, list[str]] = {}
     unlisted, file_only, hidden = [], [], 0
     for spec in specs:
@@ -135,15 +136,16 @@ def _lines(spec: FlagSpec, width: int) -> Iterator[str]:
     elif "efault" not in text and (default := _default(spec.default)):
         text = f"{text if text.endswith('...') else text.removesuffix('.')} [{default}]"
     head = f"  {', '.join(names)}{value}"
-    body = textwrap.wrap(text, width - NAMES, break_on_hyphens=False) or [""]
-    if len(head) < NAMES:
+    begin = NAMES if width - NAMES >= LEAST else 6
+    body = textwrap.wrap(text, width - begin, break_on_hyphens=False) or [""]
+    if len(head) < begin:
         head, body = f"{head:<{NAMES}}{body[0]}", body[1:]
-    while len(head) > width:  # many choices
+    while len(head) > width and "," in head[:width]:  # many choices
         cut = head.rindex(",", 0, width) + 1
         yield head[:cut]
         head = f"      {head[cut:]}"
     yield head.rstrip()
-    yield from (" " * NAMES + line for line in body)
+    yield from (" " * begin + line for line in body)
 
 
 def _value(annotation: str) -> str:

@@ -82,6 +82,16 @@ def test_help_fits_the_terminal(script, flags):
             assert f"  {name} TEXT" in needed or f"  {name}, " in needed
 
 
+@pytest.mark.parametrize("width", [1, 40])
+def test_help_of_a_narrow_terminal_has_texts_below_the_flags(width):
+    done = run_script("train_fsdp2.py", "--help_all", env=environment() | {"COLUMNS": str(width)})
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    at = lines.index("  --config_name TEXT")
+    assert lines[at + 1].startswith("      The model to train")
+    assert len(lines) < 450
+
+
 MODULES = ("report", "export", "formats.stats_report", "prepare.sample", "preflight")
 
 
