@@ -76,8 +76,10 @@ def script_with(option: str, task: str) -> str:
 
     for script in STRATEGIES:
         with suppress(ImportError):  # installed without the scripts
-            if any(option in spec.options for spec in flag_specs(arguments_of(strategy_of(script), task))):
-                return f"it is a flag of {script}"
+            specs = flag_specs(arguments_of(strategy_of(script), task))
+            if (spec := next((spec for spec in specs if option in spec.options), None)) is not None:
+                what = "key of a file of flags" if spec.level == "file_only" else "flag"
+                return f"it is a {what} of {script}"
     return ""
 
 

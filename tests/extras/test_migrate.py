@@ -93,6 +93,11 @@ def test_error_of_another_programs_flag_names_ours(line, said):
     assert refused(line) == f"unknown flag {said}"
 
 
+def test_error_of_another_scripts_key_of_a_file_of_flags_says_so():
+    said = "unknown flag --cuda_graphs: it is a key of a file of flags of train_ddp.py"
+    assert refused("--cuda_graphs", script="train_fsdp2.py") == said
+
+
 def test_error_of_a_file_of_the_recipe_names_the_table(tmp_path):
     (tmp_path / "L0.yaml").write_text("fp8_config:\n  enabled: true\n")
     assert "--fp8_config: a group of the recipe's: docs/flags.md" in refused(str(tmp_path / "L0.yaml"))
