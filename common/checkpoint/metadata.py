@@ -1,7 +1,7 @@
 """Check metadata.json, whose form writer.py describes, before anything is read by it.
 
-`decode` checks every number: chunks lie within their tensor and fill it, bytes lie within their file and do not
-overlap. So tensors take no more memory than their files take bytes.
+`decode` checks every number: chunks lie within their tensor and have as many elements, bytes lie within their file and
+do not overlap. So tensors take no more memory than their files take bytes.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def _tensor(
     if dtype is None:
         raise Refused(f"{what} has the dtype {shorten(stored['dtype'])}")
     shape = _sizes(what, stored["shape"])
+    require(math.prod(size for size in shape if size) <= LARGEST_INT, f"{what} has too large a shape")
     chunks, numel = [], 0
     require(isinstance(stored["chunks"], list), f"{what} is no tensor")
     for chunk in stored["chunks"]:

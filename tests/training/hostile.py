@@ -194,6 +194,7 @@ METADATA = [
     ("chunks that are a text", _chunks(lambda chunks: "x"), "is no tensor"),
     ("chunk that is short", _chunks(lambda chunks: [chunks[0][:4]]), "a chunk that is none"),
     ("chunk twice", _chunks(lambda chunks: chunks * 2), "a chunk twice"),
+    ("a shape that overflows", put("tensors", WEIGHT, "shape", value=[0, 1 << 40, 1 << 40]), "too large a shape"),
     ("nine dimensions", put("tensors", WEIGHT, "shape", value=[1] * 9), "has the sizes"),
     ("bytes shared", _shared_bytes, "share bytes of"),
     ("length of half the tensor", _chunk(4, 4096), "larger than its bytes in the shard"),
