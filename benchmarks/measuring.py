@@ -71,7 +71,9 @@ def file_first(flags: Mapping[str, object]) -> tuple[list[str], dict[str, object
     rest = {name: value for name, value in flags.items() if name not in FILE_ONLY}
     if not keys:
         return [], rest
-    file = Path(tempfile.gettempdir()) / f"{'-'.join(f'{name}={value}' for name, value in keys.items())}.json"
+    directory = Path(tempfile.gettempdir()) / f"flags-of-{os.getuid()}"  # not another user's
+    directory.mkdir(mode=0o700, exist_ok=True)
+    file = directory / f"{'-'.join(f'{name}={value}' for name, value in keys.items())}.json"
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(keys))
     partial.replace(file)

@@ -37,7 +37,8 @@ class CompareArguments(Flags):
 
 def main() -> None:
     words = list(takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
-    args = parse_arguments(__doc__, CompareArguments, argv=sys.argv[1 + len(words) :])
+    program = "python -m extras.compare"
+    args = parse_arguments(__doc__, CompareArguments, argv=sys.argv[1 + len(words) :], program=program)
     paths = list({path.resolve(): path for path in map(Path, words)}.values())
     if len(paths) < 2:
         raise UserError(f"give two runs or more: {USAGE}")

@@ -77,7 +77,7 @@ def main() -> None:
     started = time.monotonic()
     argv, job = split_command(sys.argv[1:])
     defaults = PreflightArguments(**flags_of(job)) if job else PreflightArguments()
-    args = parse_arguments(__doc__, defaults, argv)
+    args = parse_arguments(__doc__, defaults, argv, program="python -m extras.preflight")
     world = World.from_environment(args.use_cpu)
     if world.rank:
         logging.disable(logging.WARNING)
