@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from benchmarks.same_bits import STEPS, checkpoint, difference, figures
 from common.checkpoint.writer import Writer
 from tests.training.format_1 import to_format_1
-from tests.training.hostile import vouch
+from tests.training.hostile_changes import vouch
 
 LAYER = torch.tensor([1.0, 2.0])
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from common.checkpoint.reader import open_checkpoint
 from extras.interop.stored_tensors import StoredTensors
-from tests.training.hostile import vouch
+from tests.training.hostile_changes import vouch
 
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.98), "foreach": None, "fused": True, "params": ["a", "b"]}
 

@@ -30,7 +30,7 @@ from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
 from tests.extras.families.text.test_tokenizers import trained
 from tests.forked import run_script
 from tests.live_runs import LiveRun, assert_same_run, newest_step
-from tests.training.hostile import vouch
+from tests.training.hostile_changes import vouch
 from tests.training_fixtures import (
     checkpoint_state,
     final_weights,

@@ -24,7 +24,8 @@ from extras.export import choose, export
 from extras.interop.stored_tensors import StoredTensors
 from tests.forked import run_script
 from tests.guarded import guarded
-from tests.training.hostile import CANARY, CASES, SHARD, WEIGHT, Case, vouch
+from tests.training.hostile import CASES, WEIGHT
+from tests.training.hostile_changes import CANARY, SHARD, Case, vouch
 from tests.training_fixtures import train
 
 BY_NAME = {case.name: case for case in CASES}

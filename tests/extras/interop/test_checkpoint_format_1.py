@@ -22,7 +22,8 @@ from extras.interop.pickled_metadata import content_of_pickle
 from extras.interop.stored_tensors import StoredTensors
 from tests.training.checkpoint_fixtures import exported, files_of
 from tests.training.format_1 import to_format_1, write_format_1
-from tests.training.hostile import old, vouch
+from tests.training.hostile import old
+from tests.training.hostile_changes import vouch
 from tests.training.hostile_pickles import Evil
 from tests.training_fixtures import losses, on_ranks, train
 
