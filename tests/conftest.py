@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -46,6 +47,26 @@ def dataset(tmp_path_factory) -> Path:
     from tests.training_fixtures import dataset_of_tests
 
     return dataset_of_tests(tmp_path_factory.mktemp("proteins"))
+
+
+@pytest.fixture(scope="session")
+def short_run(dataset, tmp_path_factory) -> Path:
+    """The output directory of a run of two steps, with a checkpoint and without final_model."""
+    from tests.training_fixtures import train
+
+    out = tmp_path_factory.mktemp("short") / "out"
+    train(dataset, out, max_steps=2, save_final_model=False)
+    return out
+
+
+@pytest.fixture(scope="session")
+def earlier_run(short_run, tmp_path_factory) -> Path:
+    """The same with its checkpoint in format 1, as before 0.5."""
+    from tests.training.format_1 import to_format_1
+
+    out = Path(shutil.copytree(short_run, tmp_path_factory.mktemp("earlier") / "out"))
+    to_format_1(out / "checkpoint-2")
+    return out
 
 
 @pytest.fixture

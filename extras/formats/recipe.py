@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.cli import UserError
 from common.hooks import extra
 from extras.formats.casts import E4M3, E5M2, GRADIENT, Element, Quantized
 
@@ -68,12 +69,15 @@ class Recipe(ABC):
         """
 
     def stored(self, tensor: Any, along: int) -> Quantized | None:
-        """The same of a tensor of Transformer Engine, [R, C]; None where it has no copy for such matmuls."""
-        raise NotImplementedError(f"{type(self).__name__}: Transformer Engine has no such tensors")
+        """The same of a tensor of Transformer Engine, [R, C]; None where it has no copy for such matmuls.
+
+        UserError for a format whose tensors there are not read.
+        """
+        raise UserError(f"--quant_stats: {self.title}: only of emulated layers: add --emulate_precision, or drop it")
 
     def new_scales(self, matmuls: int, device: torch.device | str) -> Any:
-        """Scales of the operands of all matmuls of a model, where the format keeps them."""
-        raise NotImplementedError
+        """Scales of the operands of all matmuls of a model; None where the format keeps none from step to step."""
+        return None
 
     def element(self, role: int) -> Element:
         return E5M2 if self.fp8_format == "hybrid" and role == GRADIENT else E4M3

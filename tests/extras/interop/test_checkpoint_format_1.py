@@ -21,7 +21,7 @@ from extras.interop.inert_pickle import Call, Name, loads
 from extras.interop.pickled_metadata import content_of_pickle
 from extras.interop.stored_tensors import StoredTensors
 from tests.training.checkpoint_fixtures import exported, files_of
-from tests.training.format_1 import to_format_1, write_format_1
+from tests.training.format_1 import write_format_1
 from tests.training.hostile import old
 from tests.training.hostile_changes import vouch
 from tests.training.hostile_pickles import Evil
@@ -32,22 +32,6 @@ FLAGS = {"max_steps": 4, "save_final_model": False}
 
 def sizes_of(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in directory.iterdir()}
-
-
-@pytest.fixture(scope="module")
-def short_run(dataset, tmp_path_factory) -> Path:
-    """A run of two steps with a checkpoint of today."""
-    out = tmp_path_factory.mktemp("short") / "out"
-    train(dataset, out, max_steps=2, save_final_model=False)
-    return out
-
-
-@pytest.fixture(scope="module")
-def earlier_run(short_run, tmp_path_factory) -> Path:
-    """The same with its checkpoint in format 1."""
-    out = Path(shutil.copytree(short_run, tmp_path_factory.mktemp("earlier") / "out"))
-    to_format_1(out / "checkpoint-2")
-    return out
 
 
 @pytest.fixture
