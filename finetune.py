@@ -59,7 +59,7 @@ LORA = {"lora_r": 8, "lora_alpha": 16.0, "lora_dropout": 0.0}
 class Arguments(Flags):
     required = ("model_name_or_path", "dataset", "output_dir")
 
-    model_name_or_path: str | None = flag(None, "A run's output directory, or the directory or Hub name of a model.")
+    model_name_or_path: str | None = flag(None, "A run's directory, or a directory or Hub name of an ESM-2 or ESM C.")
     dataset: str | None = flag(None, "A CSV file with the columns sequence and label, and possibly split.")
     output_dir: str | None = flag(None, "Where the model and the results go.")
     fasta: str | None = flag(None, "The sequences, where the CSV file has ids: its column id.")
