@@ -215,6 +215,19 @@ def test_pod_deleted_during_preflight_ends(volume, pods, tmp_path):
     assert pods[0].end() == 143, pods[0].said()
 
 
+def test_pod_deleted_while_a_word_is_computed(volume, pods, tmp_path, monkeypatch):
+    """Of two $(...) in a command the shell must not take its trap for part of the second."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "ls").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nsleep 0.5\n")
+    (tools / "ls").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    pods.append(Pod(job("train-ddp-template.yaml", volume), tmp_path / "log", 0, free_port()))
+    wait_until((tmp_path / "asked").exists, pods[0].alive, poll=0.01)
+    pods[0].delete()
+    assert pods[0].end() == 143, pods[0].said()
+
+
 def _children(pod: Pod) -> str:
     pid = pod.process.pid
     return Path(f"/proc/{pid}/task/{pid}/children").read_text() if pod.alive() else ""
