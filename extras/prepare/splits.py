@@ -124,19 +124,22 @@ def _scale(sizes: dict[str, int], limit: int) -> dict[str, int]:
     return scaled
 
 
-NUM_BUCKETS = 256
+BUCKET_BITS = 8
 HELD_ROWS = 1 << 20  # rows in memory before they are written to their buckets
 CHUNK = 1 << 20  # records read at a time
 TRAIN, VALIDATION, TEST = range(len(SPLITS))
 
 
 class Buckets:
-    """Rows (key, value), uint64 each, in files by the upper bits of the key; rows keep their order."""
+    """Rows (key, value), uint64 each, in files by the upper bits of the key; rows keep their order.
 
-    def __init__(self, directory: Path):
-        """Existing files are kept; `rows` counts added rows only."""
+    Each row is written once and read once, however many buckets there are.
+    """
+
+    def __init__(self, directory: Path, bits: int = BUCKET_BITS):
+        """2**bits files, bits up to 16. Existing files are kept; `rows` counts added rows only."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
+        self.directory, self.bits = directory, bits
         self.held: list[np.ndarray] = []
         self.rows = 0
 
@@ -149,18 +152,19 @@ class Buckets:
     def flush(self) -> None:
         rows = np.concatenate([np.empty((0, 2), np.uint64), *self.held])
         self.held = []
-        bucket = (rows[:, 0] >> np.uint64(56)).astype(np.uint8)
-        order = np.argsort(bucket, kind="stable")
-        bounds = np.searchsorted(bucket[order], np.arange(NUM_BUCKETS + 1))
+        bucket = (rows[:, 0] >> np.uint64(32) >> np.uint64(32 - self.bits)).astype(np.uint16)  # 0 bits: 0
+        order = np.argsort(bucket, kind="stable")  # a radix sort
+        bounds = np.searchsorted(bucket[order], np.arange((1 << self.bits) + 1))
         for number in np.flatnonzero(np.diff(bounds)):
             with open(self.directory / str(number), "ab") as file:
                 rows[order[bounds[number] : bounds[number + 1]]].tofile(file)
 
-    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a bucket; buckets are in the order of the keys."""
-        path = self.directory / str(number)
-        rows = np.fromfile(path, np.uint64).reshape(-1, 2) if path.exists() else np.empty((0, 2), np.uint64)
-        return rows[:, 0], rows[:, 1]
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Keys and values of each bucket, in the order of the keys."""
+        for number in range(1 << self.bits):
+            path = self.directory / str(number)
+            rows = np.fromfile(path, np.uint64).reshape(-1, 2) if path.exists() else np.empty((0, 2), np.uint64)
+            yield rows[:, 0], rows[:, 1]
 
     def remove(self) -> None:
         shutil.rmtree(self.directory)
@@ -187,15 +191,13 @@ def join(
     of_records.flush()
     key = derive_key(seed, CLUSTER_ORDER)
     missing = repeated = 0
-    for number in range(NUM_BUCKETS):
-        members, clusters = of_table[number]
+    for (members, clusters), (names, numbers) in zip(of_table, of_records, strict=True):
         order = np.argsort(members, kind="stable")
         members, clusters = members[order], clusters[order]
         is_first = np.diff(members, prepend=members[:1] ^ np.uint64(1)) != 0
         first = np.flatnonzero(is_first)
         repeated += int((clusters != np.repeat(clusters[first], np.diff(first, append=len(members)))).sum())
         members, clusters = members[first], clusters[first]
-        names, numbers = of_records[number]
         # A record that is not in the table forms a cluster with all records of its name.
         index = np.searchsorted(members, names)
         known = index < len(members)
@@ -338,8 +340,7 @@ def _used_clusters(joined: Buckets, labels: np.ndarray) -> Iterator[tuple[np.nda
 
 def _clusters(joined: Buckets) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Bucket by bucket: records int64 [n], cluster by cluster and in order within each, and bounds int64 [c + 1]."""
-    for number in range(NUM_BUCKETS):
-        keys, records = joined[number]
+    for keys, records in joined:
         order = np.lexsort((records, keys))
         keys, records = keys[order], records[order].astype(np.int64)
         bounds = np.concatenate(([0], np.flatnonzero(keys[1:] != keys[:-1]) + 1, [len(keys)])) if len(keys) else [0]

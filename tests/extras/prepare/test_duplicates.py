@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import re
 import tracemalloc
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from common.cli import UserError
 from common.data.clusters import open_clusters
 from common.models.esm2.alphabet import encode
 from extras.prepare import duplicates
+from extras.prepare import splits as prepare_splits
 from extras.prepare.duplicates import QUANTILES, find_copies, length_quantiles
 from extras.prepare.encode import KEY, hash_records
 from extras.prepare.splits import SPLITS
@@ -68,19 +71,29 @@ def test_find_copies_equals_sets(tmp_path, monkeypatch, chunk, partition, differ
     assert found.repeated == [len(part) - len(set(part)) for part in kept]
 
 
-def test_find_copies_memory_is_one_partition(tmp_path, monkeypatch):
+def test_find_copies_reads_each_key_twice_in_one_partitions_memory(tmp_path, monkeypatch):
+    """However many partitions: 4 and 32. The keys' own file is read once, and the partition that it goes to."""
     monkeypatch.setattr(duplicates, "CHUNK", 1 << 12)
     monkeypatch.setattr(duplicates, "PARTITION", 1 << 12)
-    peaks = []
+    monkeypatch.setattr(prepare_splits, "HELD_ROWS", 1 << 12)
+    peaks, reads = [], []
     for records in (1 << 14, 1 << 17):
-        hashes = np.random.default_rng(0).integers(0, 1 << 63, records, dtype=np.uint64)
+        hashes = np.random.default_rng(0).integers(0, (1 << 64) - 1, records, dtype=np.uint64)
         files = key_files(tmp_path, hashes, np.zeros(records, int))
         del hashes
+        before = bytes_read()
         tracemalloc.start()
         find_copies(files, tmp_path / "copies.npy")
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
+        reads.append((bytes_read() - before) / records)
     assert peaks[1] < 1.5 * peaks[0]
+    assert max(reads) < 1.15 * 2 * KEY.itemsize, reads
+
+
+def bytes_read() -> int:
+    """By this process, from files, cached or not."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 def with_copies(seed: int = 0) -> list[tuple[str, str]]:

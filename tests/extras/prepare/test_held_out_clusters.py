@@ -45,8 +45,7 @@ def test_draw_splits_equals_a_brute_force_draw(tmp_path, seed, sizes, all_left):
     names = hash_names(pa.array([f"C{number}" for number in clusters.tolist()]))
     joined = splits.join([names[:500], names[500:]], [], seed, tmp_path)
     keys = np.empty(len(names), np.uint64)
-    for number in range(splits.NUM_BUCKETS):
-        of_bucket, records = joined.buckets[number]
+    for of_bucket, records in joined.buckets:
         keys[records.astype(np.int64)] = of_bucket
     labels = splits.draw_splits(joined.buckets, sizes, all_left, tmp_path / "labels.npy")
     assert labels.tolist() == expected_draw(keys, sizes, all_left).tolist()
