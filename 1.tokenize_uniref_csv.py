@@ -10,14 +10,15 @@ characters. OUTPUT_DIR/arrow is always complete; once it exists the same command
 """
 
 import functools
+import itertools
 import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,7 @@ from common.cli import UserError, run
 from common.data import GAPS_HELP, Gaps
 from common.files.content_hash import combined_hash, content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
-from extras.prepare.cluster_splits import COMPONENTS, cluster_records, publish_indices, split_by_clusters
+from extras.prepare.cluster_splits import COMPONENTS, by_table, cluster_records, publish_indices, split_by_clusters
 from extras.prepare.dataset_writer import (
     TOKEN_FEATURES,
     DatasetWriter,
@@ -46,12 +47,22 @@ from extras.prepare.encode import (
 )
 from extras.prepare.output_directory import Build, building, read_record
 from extras.prepare.relatives import IDENTITY, SEARCHED, count_relatives
+from extras.prepare.shards import ENCODED, EncodedFile, Shard, read_shards, split_files, write_results
 from extras.prepare.sources import compression as limits
 from extras.prepare.sources import csv_records
 from extras.prepare.sources.csv_records import count_rows, csv_files
 from extras.prepare.sources.records import BadRecords, Policy
 from extras.prepare.sources.residues import Changes, Cleaner
-from extras.prepare.splits import HELD_OUT, HELD_OUT_CLUSTERS, SPLITS, labels_by_file, split_labels, split_sizes
+from extras.prepare.splits import (
+    HELD_OUT,
+    HELD_OUT_CLUSTERS,
+    SPLITS,
+    Joined,
+    labels_by_file,
+    of_clusters,
+    split_labels,
+    split_sizes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +100,10 @@ class Arguments(Flags):
     count_relatives: bool = flag(
         True, "search held-out proteins in training, up to 100,000 proteins, with MMseqs2 if it is installed"
     )
+    shard: str | None = flag(
+        None, "I/N: encode every N-th input file from the I-th (from 0) on, for --merge, into OUTPUT_DIR/shards/I-of-N"
+    )
+    merge: int | None = flag(None, "N: make OUTPUT_DIR/arrow of N complete shards: the same bytes as without shards")
     seed: int = flag(42, "seed of the choice of splits")
     overwrite: bool = flag(False, "replace an existing output")
     verify: bool = flag(False, "read a complete output and compare its checksums")
@@ -117,6 +132,12 @@ class Arguments(Flags):
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
         limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")
+        if self.shard is not None:
+            Shard.of(self.shard)
+            if self.merge is not None:
+                raise UserError("--shard and --merge: run all shards, then --merge")
+        if self.merge is not None:
+            self.require_at_least(1, "merge")
 
 
 def describe(args: Arguments, files: list[Path]) -> dict:
@@ -168,6 +189,13 @@ def describe(args: Arguments, files: list[Path]) -> dict:
     return now
 
 
+def describe_shard(args: Arguments, files: list[Path]) -> dict:
+    """All that the encoded files depend on, whatever becomes of them."""
+    of_encoding = ("max_seq_length", "pad_to_max_length", "line_by_line", "on_bad_record", "gaps", "line_ends_in_text")
+    sizes = [[path.name, path.stat().st_size] for path in files]
+    return {"input": sizes} | {name: getattr(args, name) for name in of_encoding}
+
+
 def cleaner_of(path: Path, args: Arguments) -> Cleaner:
     """Of a file, with its own count of bad records."""
     return Cleaner(str(path), args.gaps, BadRecords(args.on_bad_record))
@@ -177,19 +205,30 @@ def rows_of(path: Path, cleaner: Cleaner, args: Arguments) -> Iterator[pa.Record
     return csv_records.read_rows(path, cleaner, args.line_ends_in_text, args.max_record_length)
 
 
-def count_records(build: Build, files: list[Path], args: Arguments) -> tuple[list[int], BadRecords]:
-    """Number of valid records of every file, and the bad ones."""
+def quick_to_count(files: list[Path]) -> bool:
+    """Whether their records can be counted in a fraction of the time that reading them takes."""
+    return all(".csv" in path.suffixes for path in files)
+
+
+def count_records(build: Build, files: list[Path], args: Arguments) -> list[int]:
+    """Number of valid records of every file."""
     if (noted := build.done("records")) is None:
-        bad_records = BadRecords(args.on_bad_record)
         # With "error", the first bad record stops the run when it is encoded.
-        cleaners = [
-            Cleaner(str(path), args.gaps, bad_records) if args.on_bad_record == "skip" else None for path in files
-        ]
+        cleaners = [cleaner_of(path, args) if args.on_bad_record == "skip" else None for path in files]
         limits_of_rows = args.line_ends_in_text, args.max_record_length
         counts = [count_rows(path, bad, *limits_of_rows) for path, bad in zip(files, cleaners, strict=True)]
-        noted = {"counts": counts, "bad": bad_records.state}
+        noted = {"counts": counts}
         build.note("records", noted)
-    return noted["counts"], BadRecords(args.on_bad_record, **noted["bad"])
+    return noted["counts"]
+
+
+def read_ids(files: list[Path], args: Arguments, counts: list[int]) -> Iterator[pa.Array]:
+    """The ids of all records, block by block. counts: gets the number of records of every file."""
+    for path in files:
+        counts.append(0)
+        for rows in rows_of(path, cleaner_of(path, args), args):
+            counts[-1] += rows.num_rows
+            yield rows.column("id")
 
 
 def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker | None) -> None:
@@ -227,80 +266,145 @@ def note_relatives(args: Arguments, build: Build, sizes: list[int]) -> None:
     build.results["relatives"] = counts
 
 
-def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
-    logger.info("Loading csv files from %s", args.input_dir)
-    sizes_of = functools.partial(
-        split_sizes, train=args.train_size, validation=args.validation_size, test=args.test_size
-    )
-    if args.clustered:
-        if args.cluster is None:
-            table = Path(args.cluster_table)
-        else:
-            threads = usable_threads(args.preprocessing_num_workers)
-            read = lambda path: rows_of(path, cleaner_of(path, args), args)  # noqa: E731
-            table = cluster_records(build, files, read, args.cluster, threads)
-        logger.info("Splitting dataset by the clusters of %s", args.cluster_table or "MMseqs2")
-        counts, sizes, labels, bad_records = split_by_clusters(
-            *(build, files, table, sizes_of, args.train_size is None, args.seed, args.on_bad_record),
-            by_number=args.cluster is not None,
-            max_record=args.max_record_length,
-            gaps=args.gaps,
-        )
-    else:
-        counts, bad_records = count_records(build, files, args)
-        logger.info("Splitting dataset")
-        sizes = sizes_of(sum(counts))
-        labels = split_labels(sum(counts), sizes, args.seed)
-    records = sum(counts)
-    logger.info("%s records in %d files", f"{records:,}", len(files))
-    logger.info("train %s, validation %s, test %s records", *(f"{size:,}" for size in sizes))
-
-    truncate, pad, chunkers = args.max_seq_length, args.pad_to_max_length, [None] * len(SPLITS)
+def encode(
+    args: Arguments, build: Build, root: Path, files: dict[int, Path], labels: Iterator[np.ndarray] | None, total: int
+) -> list[dict]:
+    """What FileEncoder returns for the files, by their numbers. labels: of each file's records, if they are known;
+    total: number of records, 0 if it is not."""
     if args.line_by_line:
         logger.info("Processing line by line")
+        truncate, pad = args.max_seq_length, args.pad_to_max_length
     else:
-        length = args.max_seq_length or 1024
-        logger.info("Concatenating records and cutting them into chunks of %d tokens", length)
-        chunkers = [Chunker(length, pad) for _ in SPLITS]
+        logger.info("Concatenating records and cutting them into chunks of %d tokens", args.max_seq_length or 1024)
         truncate, pad = None, False
     workers = usable_threads(args.preprocessing_num_workers)
-    with tqdm(total=records, unit=" records", mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
+    mininterval = 0.5 if sys.stderr.isatty() else 10.0
+    with tqdm(total=total or None, unit=" records", mininterval=mininterval) as bar:
 
         def progress(records: int, tokens: int) -> None:
             bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             bar.update(records)
 
-        encode = functools.partial(encode_rows, max_seq_length=truncate, pad=pad)
+        rows = functools.partial(encode_rows, max_seq_length=truncate, pad=pad)
         read, cleaner = functools.partial(rows_of, args=args), functools.partial(cleaner_of, args=args)
-        encoder = FileEncoder(build, encode, read, cleaner, workers, len(files), progress)
-        made = list(encoder.run(zip(files, labels_by_file(labels, counts), strict=True)))
-    unknown, with_unknown = (sum(of_file[key] for of_file in made) for key in ("unknown", "records_with_unknown"))
-    changes = Changes()
-    for of_file in made:
-        changes.add(of_file.get("changes", {}))  # none of a file that an earlier version encoded
-    duplicates = mark_copies(build, len(files), sizes)
-    pieces = [
-        {split: [Piece(*piece) for piece in of_file["pieces"].get(split, ())] for split in SPLITS} for of_file in made
-    ]
+        encoder = FileEncoder(build, root, rows, read, cleaner, workers, len(files), progress)
+        labels = itertools.repeat(None) if labels is None else labels
+        return list(encoder.run((*item, of_file) for item, of_file in zip(files.items(), labels, strict=False)))
+
+
+def encode_shard(args: Arguments, files: list[Path], build: Build, shard: Shard) -> None:
+    mine = {number: path for number, path in enumerate(files) if shard.has(number)}
+    logger.info("Shard %d of %d: %d of %d files", *shard, len(mine), len(files))
+    made = encode(args, build, build.paths[ENCODED], mine, None, 0)
+    write_results(build, made, mine)
+
+
+def encode_first(args: Arguments, files: list[Path], build: Build) -> list[EncodedFile]:
+    """The files encoded without their splits: by shards, or now."""
+    if args.merge is not None:
+        return read_shards(Path(args.output_dir), args.merge, len(files), describe_shard(args, files))
+    root = build.scratch / ENCODED
+    root.mkdir(exist_ok=True)
+    made = encode(args, build, root, dict(enumerate(files)), None, 0)
+    return [EncodedFile(number, root, of_file) for number, of_file in enumerate(made)]
+
+
+def clusters_of(
+    args: Arguments, files: list[Path], build: Build, ids: Callable[[], Iterator[pa.Array]], encoded: list[EncodedFile]
+) -> tuple[Callable[[Path], Joined], str] | None:
+    """How to group the records by clusters, and where these come from; None to draw records one by one."""
+    if args.cluster_table:
+        return by_table(Path(args.cluster_table), ids, args.seed), f"--cluster_table {args.cluster_table}"
+    if args.cluster is not None:
+        threads = usable_threads(args.preprocessing_num_workers)
+        read = lambda path: rows_of(path, cleaner_of(path, args), args)  # noqa: E731
+        table = cluster_records(build, files, read, args.cluster, threads)
+        return by_table(table, ids, args.seed, by_number=True), "MMseqs2"
+    if encoded and args.line_by_line and all(file.has_clusters for file in encoded):
+        clusters = (block for file in encoded for block in file.clusters())
+        return functools.partial(of_clusters, clusters, args.seed), "the input's column of clusters"
+    return None
+
+
+class Plan(NamedTuple):
+    """Records of each split, and the split of every record of each file, uint8."""
+
+    sizes: tuple[int, ...]
+    counts: list[int]  # records of each file
+    labels: Iterator[np.ndarray]
+    clustered: bool
+
+
+def plan_splits(args: Arguments, files: list[Path], build: Build, encoded: list[EncodedFile]) -> Plan:
+    """Draw the splits of records that are encoded already, or, where none is, are to be counted."""
+    sizes_of = functools.partial(
+        split_sizes, train=args.train_size, validation=args.validation_size, test=args.test_size
+    )
+    counts = [file.made["records"] for file in encoded]
+    ids = lambda: (block for file in encoded for block in file.ids())  # noqa: E731
+    if not encoded:
+        ids = functools.partial(read_ids, files, args, counts)
+    if clusters := clusters_of(args, files, build, ids, encoded):
+        logger.info("Splitting dataset by the clusters of %s", clusters[1])
+        sizes, windows = split_by_clusters(build, *clusters, sizes_of, args.train_size is None)
+        counts = counts or count_records(build, files, args)  # of a run that was killed after this
+    else:
+        counts = counts or count_records(build, files, args)
+        logger.info("Splitting dataset")
+        sizes = sizes_of(sum(counts))
+        windows = split_labels(sum(counts), sizes, args.seed)
+    logger.info("%s records in %d files", f"{sum(counts):,}", len(files))
+    logger.info("train %s, validation %s, test %s records", *(f"{size:,}" for size in sizes))
+    return Plan(tuple(sizes), counts, labels_by_file(windows, counts), clusters is not None)
+
+
+def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
+    logger.info("Loading files from %s", args.input_dir)
+    # Records whose number is not known are encoded first, all of them, and counted on the way. With --train_size most
+    # may be left out: they are counted by a pass over the input, and so are those whose clusters a table must name.
+    first = args.merge is not None or not (quick_to_count(files) or args.train_size is not None or args.clustered)
+    encoded = encode_first(args, files, build) if first else []
+    plan = plan_splits(args, files, build, encoded)
+    if encoded:
+        made = [file.made for file in encoded]
+        split = split_files(build, encoded, plan.labels, usable_threads(args.preprocessing_num_workers))
+    else:
+        made = encode(args, build, build.scratch, dict(enumerate(files)), plan.labels, sum(plan.counts))
+        split = ({name: [Piece(*piece) for piece in of] for name, of in file["pieces"].items()} for file in made)
+    pieces = [{name: of_file.get(name, []) for name in SPLITS} for of_file in split]
+    finish(args, build, plan, made, pieces)
+
+
+def finish(args: Arguments, build: Build, plan: Plan, made: list[dict], pieces: list[dict[str, list[Piece]]]) -> None:
+    """Leave copies out, make the splits' directories of the pieces of each file, and write what is known of them."""
+    changes, bad_records = Changes(), BadRecords(args.on_bad_record)
+    for of_file in made:  # an earlier version noted neither
+        changes.add(of_file.get("changes", {}))
+        bad_records.add(of_file.get("bad", {}))
+    workers = usable_threads(args.preprocessing_num_workers)
+    duplicates = mark_copies(build, len(made), plan.sizes)
     pieces = drop_copies(build, pieces, workers)
-    for split, chunker in zip(SPLITS, chunkers, strict=True):
+    chunks = None if args.line_by_line else args.max_seq_length or 1024
+    for split in SPLITS:
+        chunker = Chunker(chunks, args.pad_to_max_length) if chunks else None
         finish_split(build, split, [piece for of_file in pieces for piece in of_file[split]], chunker)
-    if args.clustered:
+    if plan.clustered:
         publish_indices(build, open_copies(build))
     write_dataset_dict(build.paths["arrow"], list(SPLITS))
 
-    sizes = np.subtract(sizes, duplicates.left_out).tolist()
+    sizes = np.subtract(plan.sizes, duplicates.left_out).tolist()
     build.results |= {"records": sum(sizes), **dict(zip(SPLITS, sizes, strict=True))}
     build.results |= {
         "copies_left_out": dict(zip(SPLITS, duplicates.left_out, strict=True)),
         "duplicates_kept": dict(zip(SPLITS, duplicates.repeated, strict=True)),
-        "unknown_characters": unknown,
-        "records_with_unknown": with_unknown,
+        "unknown_characters": sum(of_file["unknown"] for of_file in made),
+        "records_with_unknown": sum(of_file["records_with_unknown"] for of_file in made),
         "bad_records": bad_records.count,
         "changes": changes.state,
     }
     note_relatives(args, build, sizes)
-    write_report(build, key_files(build, len(files)), open_copies(build), truncate)
+    truncate = args.max_seq_length if args.line_by_line else None
+    write_report(build, key_files(build, len(made)), open_copies(build), truncate)
     changes.report(f"--input_dir {args.input_dir}")
     bad_records.report()
 
@@ -309,10 +413,17 @@ def main() -> None:
     logger.info("Parsing arguments")
     args = parse_arguments(__doc__, Arguments)
     files = csv_files(Path(args.input_dir))
-    with building(Path(args.output_dir), ["arrow"], describe(args, files), args.overwrite, args.verify) as build:
+    output_dir, names, made_from = Path(args.output_dir), ["arrow"], describe(args, files)
+    shard = Shard.of(args.shard) if args.shard else None
+    if shard:
+        output_dir, names, made_from = shard.directory(output_dir), [ENCODED], describe_shard(args, files)
+    with building(output_dir, names, made_from, args.overwrite, args.verify) as build:
         if not build.paths:
             return
-        tokenize(args, files, build)
+        if shard:
+            encode_shard(args, files, build, shard)
+        else:
+            tokenize(args, files, build)
     logger.info("Save complete")
 
 

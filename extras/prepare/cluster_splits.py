@@ -23,18 +23,14 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from common.cli import UserError, log_every, one_line
-from common.data import Gaps
 from common.data.clusters import DIRECTORY, Clusters
 from common.data.counter_rng import hash_bytes
 from common.files.safe_files import sync, sync_directory
 from extras.prepare.output_directory import Build
-from extras.prepare.partitions import boot_id
-from extras.prepare.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_decompressed
-from extras.prepare.sources.csv_records import read_rows
+from extras.prepare.sources.compression import STRADDLING, check_file, open_decompressed
 from extras.prepare.sources.parquet_pages import read_columns
-from extras.prepare.sources.records import BadRecords, Policy, characters
-from extras.prepare.sources.residues import Cleaner
-from extras.prepare.splits import SPLITS, Buckets, draw_splits, join, without_copies, write_indices
+from extras.prepare.sources.records import characters
+from extras.prepare.splits import SPLITS, Buckets, Joined, draw_splits, join, without_copies, write_indices
 
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16
@@ -48,66 +44,50 @@ WANTED = (
 
 
 class ClusterSplits(NamedTuple):
-    """counts: usable records of every file; sizes: records of every split; labels: windows of uint8 (splits.py)."""
+    """sizes: records of every split; labels: windows of uint8 (splits.py)."""
 
-    counts: list[int]
     sizes: tuple[int, ...]
     labels: Iterator[np.ndarray]
-    bad_records: BadRecords
 
 
 def split_by_clusters(
     build: Build,
-    files: list[Path],
-    table: Path,
+    join_records: Callable[[Path], Joined],
+    source: str,
     sizes_of: Callable[[int], tuple[int, int, int]],
     all_left: bool,
-    seed: int,
-    policy: Policy,
-    by_number: bool = False,
-    max_record: int = LONGEST_PROTEIN,
-    gaps: Gaps | None = None,
 ) -> ClusterSplits:
-    """Join the records with the table and draw the splits, or read those that a killed run made.
+    """Group the records by their clusters and draw the splits, or read those that a killed run made.
 
-    sizes_of: number of records -> sizes of the splits; all_left: train takes all other records; by_number: the table
-    has the records' numbers (`cluster_records`), not their ids; max_record, gaps: as of `read_rows` and its cleaner.
+    join_records: the records by cluster, in files below a directory (`by_table`, or `of_clusters`); source: of the
+    clusters, for messages; sizes_of: number of records -> sizes of the splits; all_left: train takes all other
+    records. UserError if most records are in no cluster of the source.
     """
     directory = build.scratch / DIRECTORY
-    clustered = build.done("clustered")
-    # publish_indices needs the buckets, which are not flushed to the disk: make them again after a reboot.
-    if clustered is None or (clustered["boot"] != boot_id() and build.done(INDEXED) is None):
+    if (clustered := build.done("clustered")) is None:
         shutil.rmtree(directory, ignore_errors=True)
-        counts, bad = [0] * len(files), BadRecords(policy)
-
-        def batches() -> Iterator[pa.RecordBatch]:
-            for number, path in enumerate(files):
-                for rows in read_rows(path, Cleaner(str(path), gaps, bad), max_record=max_record):
-                    counts[number] += rows.num_rows
-                    yield rows
-
-        names = numbers(batches()) if by_number else (without_prefix(rows.column("id")) for rows in batches())
-        joined = join(map(hash_names, names), read_table(table), seed, directory)
+        joined = join_records(directory)
         records = joined.buckets.rows
         if 2 * joined.missing > records:  # single-record clusters would put relatives into different splits
             raise UserError(
-                f"--cluster_table {table}: names only {records - joined.missing:,} of the {records:,} records: is it "
+                f"{source}: names only {records - joined.missing:,} of the {records:,} records: is it "
                 "the table of these proteins, with its columns in the order cluster, member?"
             )
         labels = draw_splits(joined.buckets, sizes_of(records), all_left, directory / "labels.npy")
         sizes = [int((labels == split).sum()) for split in range(len(SPLITS))]
-        clustered = {"boot": boot_id(), "counts": counts, "sizes": sizes, "bad": bad.state}
-        clustered |= {"repeated": joined.repeated, "missing": joined.missing}
+        clustered = {"sizes": sizes, "repeated": joined.repeated, "missing": joined.missing}
         build.note("clustered", clustered)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
     build.results["not_in_cluster_table"] = clustered["missing"]
     if clustered["missing"]:
         counted = (f"{clustered['missing']:,}", f"{len(labels):,}")
-        logger.warning("%s of %s records are not in %s: each is a cluster of its own", *counted, table)
+        logger.warning("%s of %s records are not in %s: each is a cluster of its own", *counted, source)
     if clustered["repeated"]:
-        logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{clustered['repeated']:,}")
+        logger.warning(
+            "%s: %s rows put a member into a second cluster: left out", source, f"{clustered['repeated']:,}"
+        )
     windows = (np.asarray(labels[first : first + WINDOW]) for first in range(0, len(labels), WINDOW))
-    return ClusterSplits(clustered["counts"], clustered["sizes"], windows, BadRecords(policy, **clustered["bad"]))
+    return ClusterSplits(clustered["sizes"], windows)
 
 
 def publish_indices(build: Build, copies: np.ndarray) -> None:
@@ -129,6 +109,15 @@ def publish_indices(build: Build, copies: np.ndarray) -> None:
 
 
 # --- the table
+
+
+def by_table(
+    table: Path, ids: Callable[[], Iterator[pa.Array]], seed: int, by_number: bool = False
+) -> Callable[[Path], Joined]:
+    """For `split_by_clusters`. ids: of all records, block by block; by_number: the table has the records' numbers
+    (`cluster_records`)."""
+    names = (lambda: numbers(ids())) if by_number else (lambda: map(without_prefix, ids()))
+    return lambda directory: join(map(hash_names, names()), read_table(table), seed, directory)
 
 
 def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -257,12 +246,12 @@ def write_numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
     return count
 
 
-def numbers(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
-    """The names of `write_numbered`, batch by batch."""
+def numbers(blocks: Iterable[pa.Array]) -> Iterator[pa.Array]:
+    """The names of `write_numbered`, block by block."""
     count = 0
-    for rows in batches:
-        yield pa.array(range(count, count + rows.num_rows)).cast(pa.string())
-        count += rows.num_rows
+    for block in blocks:
+        yield pa.array(range(count, count + len(block))).cast(pa.string())
+        count += len(block)
 
 
 def run_mmseqs(command: Sequence[str | float | Path], log: Path, purpose: str) -> None:

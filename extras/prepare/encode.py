@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.cli import UserError
-from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
+from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_bytes, hash_counters, mix
 from common.files.safe_files import sync
 from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
-from extras.prepare.dataset_writer import TOKEN_FEATURES, PieceWriters, arrow_schema
+from extras.prepare.dataset_writer import TOKEN_FEATURES, Piece, PieceWriters, arrow_schema, kept_rows, read_pieces
 from extras.prepare.output_directory import Build
 from extras.prepare.sources.records import characters
 from extras.prepare.sources.residues import Cleaner
@@ -177,28 +177,31 @@ def _pad(ids: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray,
     return padded.reshape(-1), np.arange(len(lengths) + 1) * length
 
 
+CLUSTER = "cluster"  # column of rows whose input names their clusters
 Encode = Callable[[pa.RecordBatch], Encoded]
 Progress = Callable[[int, int], None]
 Read = Callable[[Path, Cleaner], Iterator[pa.RecordBatch]]
-KEYS = "keys"  # file of KEY records, beside the pieces of an input file
+KEYS, CLUSTERS = "keys", "clusters"  # files beside the pieces of an input file: KEY, and the cluster's hash "<u8"
+WHOLE = "records"  # name of the pieces of records that have no split yet
 
 
 def directory_name(number: int) -> str:
-    """Name of the directory of an input file's pieces, in the build's scratch directory."""
+    """Name of the directory of an input file's pieces."""
     return f"file-{number:05d}"
 
 
 class FileEncoder:
     """Tokenises files in parallel threads.
 
-    encode: rows to token lists; read: `read_rows`; cleaner: of a path, for its texts; workers: threads in total,
-    shared by up to `files` files at a time; progress: called with the number of new records and the total number of
-    tokens.
+    build: whose journal notes each file, with pieces below `root`; encode: rows to token lists; read: `read_rows`;
+    cleaner: of a path, for its texts; workers: threads in total, shared by up to `files` files at a time; progress:
+    called with the number of new records and the total number of tokens.
     """
 
     def __init__(
         self,
         build: Build,
+        root: Path,
         encode: Encode,
         read: Read,
         cleaner: Callable[[Path], Cleaner],
@@ -206,24 +209,23 @@ class FileEncoder:
         files: int,
         progress: Progress,
     ):
-        self.build, self.encode, self.read, self.progress = build, encode, read, progress
+        self.build, self.root, self.encode, self.read, self.progress = build, root, encode, read, progress
         self.cleaner = cleaner
-        self.at_once = min(workers, files)
+        self.at_once = max(1, min(workers, files))
         self.threads_a_file = workers // self.at_once
         self.lock, self.stop = Lock(), Event()
         self.tokens = 0
 
-    def run(self, files: Iterable[tuple[Path, np.ndarray]]) -> Iterator[dict]:
-        """The result of `_make` for every (file, labels), in order."""
-        items = ((number, *item) for number, item in enumerate(files))
-        return in_order(self._note, items, self.at_once, self.stop)
+    def run(self, files: Iterable[tuple[int, Path, np.ndarray | None]]) -> Iterator[dict]:
+        """The result of `_make` for every (number, file, labels), in order."""
+        return in_order(self._note, files, self.at_once, self.stop)
 
-    def _note(self, item: tuple[int, Path, np.ndarray]) -> dict | None:
+    def _note(self, item: tuple[int, Path, np.ndarray | None]) -> dict | None:
         number, path, labels = item
         key = f"encoded {number}"
         result = self.build.done(key)
         if result is not None:
-            self._advance(len(labels), result["tokens"])
+            self._advance(result.get("records", 0), result["tokens"])  # none in a build of an earlier version
             return result
         try:
             result = self._make(path, labels, number)
@@ -235,47 +237,92 @@ class FileEncoder:
                 self.build.note(key, result)
         return result
 
-    def _make(self, path: Path, labels: np.ndarray, number: int) -> dict | None:
-        """Pieces by split name, and counts. None if stopped.
+    def _make(self, path: Path, labels: np.ndarray | None, number: int) -> dict | None:
+        """Pieces by split name, or of WHOLE, and counts. None if stopped.
 
-        labels: the split of every record, uint8 [records]: an index into SPLITS, or UNUSED.
+        labels: the split of every record, uint8 [records]: an index into SPLITS, or UNUSED; None: decided later.
         """
-        writers = PieceWriters(self.build.scratch, directory_name(number), TOKEN_FEATURES)
-        counts = {"tokens": 0, "unknown": 0, "records_with_unknown": 0}
+        writers = PieceWriters(self.root, directory_name(number), TOKEN_FEATURES)
+        counts = {"records": 0, "tokens": 0, "unknown": 0, "records_with_unknown": 0}
+        clustered = False
         cleaner = self.cleaner(path)
         blocks = in_order(self._encode_block, _labelled(path, labels, self.read(path, cleaner)), self.threads_a_file)
-        with open(writers.part / KEYS, "wb") as file:
-            for rows, encoded, keys in blocks:
+        with open(writers.part / KEYS, "wb") as file, open(writers.part / CLUSTERS, "wb") as clusters:
+            for block in blocks:
                 if self.stop.is_set():
                     return None
-                keys.tofile(file)
-                for split, part_of_split in encoded:
-                    writers[SPLITS[split]].write(part_of_split.rows)
-                    for name in counts:
-                        counts[name] += getattr(part_of_split, name)
-                self._advance(rows, sum(part_of_split.tokens for _, part_of_split in encoded))
+                block.keys.tofile(file)
+                block.clusters.tofile(clusters)
+                clustered |= len(block.clusters) > 0
+                counts["records"] += block.records
+                for name, part in block.parts:
+                    writers[name].write(part.rows)
+                    for count in ("tokens", "unknown", "records_with_unknown"):
+                        counts[count] += getattr(part, count)
+                self._advance(block.records, sum(part.tokens for _, part in block.parts))
             sync(file)
-        return counts | {"pieces": writers.close(), "changes": cleaner.changes.state}
+            sync(clusters)
+        said = {"changes": cleaner.changes.state, "bad": cleaner.bad_records.state, "clustered": clustered}
+        return counts | said | {"pieces": writers.close()}
 
-    def _encode_block(
-        self, item: tuple[pa.RecordBatch, np.ndarray]
-    ) -> tuple[int, list[tuple[int, Encoded]], np.ndarray]:
-        """Number of records in the block, the encoded rows of each split, and KEY of all used records, in order."""
+    def _encode_block(self, item: tuple[pa.RecordBatch, np.ndarray | None]) -> _Block:
         rows, labels = item
+        if labels is None:
+            encoded = self.encode(rows)
+            keys = np.zeros(rows.num_rows, KEY)
+            keys["hash"], keys["residues"] = encoded.hashes, encoded.residues
+            return _Block(rows.num_rows, [(WHOLE, encoded)], keys, _hashes_of_clusters(rows))
         keys = np.zeros(len(labels), KEY)
         keys["split"] = labels
-        encoded = []
+        parts = []
         for split in np.unique(labels[labels < len(SPLITS)]):
             mask = labels == split
-            part_of_split = self.encode(rows.filter(pa.array(mask)))
-            keys["hash"][mask], keys["residues"][mask] = part_of_split.hashes, part_of_split.residues
-            encoded.append((split, part_of_split))
-        return len(labels), encoded, keys[labels < len(SPLITS)]
+            part = self.encode(rows.filter(pa.array(mask)))
+            keys["hash"][mask], keys["residues"][mask] = part.hashes, part.residues
+            parts.append((SPLITS[split], part))
+        return _Block(len(labels), parts, keys[labels < len(SPLITS)], np.empty(0, np.uint64))
 
     def _advance(self, records: int, tokens: int) -> None:
         with self.lock:
             self.tokens += tokens
             self.progress(records, self.tokens)
+
+
+class _Block(NamedTuple):
+    """Encoded rows: their number, the tokens by split, KEY of all used rows in order, hashes of their clusters."""
+
+    records: int
+    parts: list[tuple[str, Encoded]]
+    keys: np.ndarray
+    clusters: np.ndarray  # "<u8", empty where the input has none
+
+
+def _hashes_of_clusters(rows: pa.RecordBatch) -> np.ndarray:
+    """Of each row's cluster; a row without one is a cluster with all rows of its id."""
+    if CLUSTER not in rows.schema.names:
+        return np.empty(0, np.uint64)
+    return hash_bytes(*characters(pc.coalesce(rows.column(CLUSTER), rows.column("id")).cast(pa.binary())))
+
+
+def split_pieces(made: dict, labels: np.ndarray, root: Path, scratch: Path, number: int) -> dict[str, list[Piece]]:
+    """The pieces by split of an input file that was encoded before its splits were known, and its KEYS, in `scratch`.
+
+    made: of `FileEncoder`, below `root`; labels: as there. The same bytes as if they had been known.
+    """
+    writers = PieceWriters(scratch, directory_name(number), TOKEN_FEATURES)
+    keys = np.fromfile(root / directory_name(number) / KEYS, KEY)
+    assert len(keys) == len(labels)
+    keys["split"] = labels
+    with open(writers.part / KEYS, "wb") as file:
+        keys[labels < len(SPLITS)].tofile(file)
+        sync(file)
+    first = 0
+    for rows in read_pieces([Piece(*piece) for piece in made["pieces"].get(WHOLE, ())], root):
+        of_rows = labels[first : first + rows.num_rows]
+        first += rows.num_rows
+        for split in np.unique(of_rows[of_rows < len(SPLITS)]):
+            writers[SPLITS[split]].write(kept_rows(rows, of_rows == split))
+    return writers.close()
 
 
 def usable_threads(requested: int) -> int:
@@ -284,9 +331,13 @@ def usable_threads(requested: int) -> int:
 
 
 def _labelled(
-    path: Path, labels: np.ndarray, blocks: Iterator[pa.RecordBatch]
-) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
-    """Blocks of rows with their labels."""
+    path: Path, labels: np.ndarray | None, blocks: Iterator[pa.RecordBatch]
+) -> Iterator[tuple[pa.RecordBatch, np.ndarray | None]]:
+    """Blocks of rows with their labels, if there are any."""
+    if labels is None:
+        for rows in blocks:
+            yield rows, None
+        return
     first = 0
     for rows in blocks:
         last = first + rows.num_rows

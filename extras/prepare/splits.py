@@ -22,6 +22,7 @@ from numpy.lib.format import open_memmap
 
 from common.cli import UserError
 from common.data.counter_rng import CLUSTER_ORDER, derive_key, hash_counters
+from common.files.safe_files import sync_tree
 
 logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
@@ -166,6 +167,11 @@ class Buckets:
             rows = np.fromfile(path, np.uint64).reshape(-1, 2) if path.exists() else np.empty((0, 2), np.uint64)
             yield rows[:, 0], rows[:, 1]
 
+    def sync(self) -> None:
+        """Flush all rows to the disk."""
+        self.flush()
+        sync_tree(self.directory)
+
     def remove(self) -> None:
         shutil.rmtree(self.directory)
 
@@ -206,10 +212,20 @@ def join(
         cluster[known] = clusters[index[known]]
         missing += int((~known).sum())
         joined.add(hash_counters(key, cluster), numbers)
-    joined.flush()
+    joined.sync()
     of_table.remove()
     of_records.remove()
     return Joined(joined, missing, repeated)
+
+
+def of_clusters(clusters: Iterable[np.ndarray], seed: int, scratch: Path) -> Joined:
+    """As `join`, of records whose clusters are known: their hashes uint64 [n], in blocks."""
+    joined, key = Buckets(scratch / "joined"), derive_key(seed, CLUSTER_ORDER)
+    for of_records in clusters:
+        numbers = np.arange(joined.rows, joined.rows + len(of_records))
+        joined.add(hash_counters(key, of_records), numbers)
+    joined.sync()
+    return Joined(joined, missing=0, repeated=0)
 
 
 def draw_splits(joined: Buckets, sizes: tuple[int, int, int], all_left: bool, path: Path) -> np.ndarray:

@@ -92,6 +92,11 @@ class BadRecords:
         if len(self.first) < REMEMBERED:
             self.first.append(str(complaint))
 
+    def add(self, other: dict) -> None:
+        """Add those of another input, its `state`."""
+        self.count += other.get("count", 0)
+        self.first = (self.first + other.get("first", []))[:REMEMBERED]
+
     @property
     def state(self) -> dict:
         return {"count": self.count, "first": self.first}

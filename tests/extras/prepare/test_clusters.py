@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import shutil
 from collections import defaultdict
 
 import datasets
@@ -17,7 +16,7 @@ import pytest
 from common.cli import UserError
 from common.data.clusters import cluster_numbers, open_clusters
 from common.data.counter_rng import hash_bytes
-from extras.prepare import cluster_splits, splits
+from extras.prepare import splits
 from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
 from extras.prepare.splits import _fitting
 from tests.data_fixtures import TOKENIZE, call, different, everything_in
@@ -180,23 +179,6 @@ def test_split_by_clusters_depends_on_seed_not_on_memory(tmp_path, monkeypatch):
     smaller = tokenize(tmp_path / "csv", tmp_path / "d", "--train_size", 500)
     assert [len(part) for part in smaller.values()] == [500, 200, 100]
     open_clusters(tmp_path / "d/arrow/train", 500)
-
-
-def test_split_by_clusters_remakes_buckets_after_a_reboot(tmp_path, monkeypatch):
-    make_input(tmp_path / "csv", count=600)
-    tokenize(tmp_path / "csv", tmp_path / "undisturbed")
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TOKENIZE, "publish_indices", stop)
-        with pytest.raises(KeyboardInterrupt):
-            tokenize(tmp_path / "csv", tmp_path / "out")
-    shutil.rmtree(tmp_path / "out/.building/scratch/clusters")
-    monkeypatch.setattr(cluster_splits, "boot_id", lambda: "another")
-    tokenize(tmp_path / "csv", tmp_path / "out")
-    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
 
 
 def test_split_by_clusters_does_not_resume_an_earlier_versions_work(tmp_path, monkeypatch, caplog):

@@ -1,0 +1,123 @@
+"""Step 1 in parts: input files encoded before their splits are known, on this machine or on several.
+
+A shard takes every N-th input file, and leaves their pieces (dataset_writer.py) in OUTPUT_DIR/shards/I-of-N. Splits
+depend on the number of all records, so whoever merges draws them, and moves each record to its split.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from common.cli import UserError
+from common.files.safe_files import write_json_flushed
+from extras.prepare.dataset_writer import Piece, read_pieces
+from extras.prepare.encode import CLUSTERS, WHOLE, directory_name, in_order, split_pieces
+from extras.prepare.output_directory import Build, read_record
+
+ENCODED = "encoded"  # directory of a shard's pieces, and of its own file of what FileEncoder returned
+BLOCK = 1 << 20  # hashes of clusters read at a time
+
+
+class Shard(NamedTuple):
+    """Part `index` of `count`, from 0."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, given: str) -> Shard:
+        """From I/N. UserError unless 0 <= I < N."""
+        if not (match := re.fullmatch(r"(\d{1,6})/(\d{1,6})", given)) or not int(match[1]) < int(match[2]):
+            raise UserError(f"--shard {given}: give I/N, with I from 0 to N - 1, as 0/16")
+        return cls(int(match[1]), int(match[2]))
+
+    def directory(self, output_dir: Path) -> Path:
+        return output_dir / "shards" / f"{self.index}-of-{self.count}"
+
+    def has(self, number: int) -> bool:
+        """Whether an input file is in it."""
+        return number % self.count == self.index
+
+
+class EncodedFile(NamedTuple):
+    """An input file that was encoded without splits: its number, where its pieces are, what FileEncoder returned."""
+
+    number: int
+    root: Path
+    made: dict[str, Any]
+
+    def ids(self) -> Iterator[pa.Array]:
+        """Of its records, block by block."""
+        pieces = [Piece(*piece) for piece in self.made["pieces"].get(WHOLE, ())]
+        return (rows.column("id") for rows in read_pieces(pieces, self.root))
+
+    def clusters(self) -> Iterator[np.ndarray]:
+        """Hashes of its records' clusters, uint64 [n], block by block, where the input names them."""
+        with open(self.root / directory_name(self.number) / CLUSTERS, "rb") as file:
+            while len(hashes := np.fromfile(file, np.uint64, BLOCK)):
+                yield hashes
+
+    @property
+    def has_clusters(self) -> bool:
+        return self.made["clustered"]
+
+
+def write_results(build: Build, made: Iterable[dict], numbers: Iterable[int]) -> None:
+    """Complete a shard: what FileEncoder returned for its input files."""
+    made = dict(zip(map(str, numbers), made, strict=True))
+    build.results |= {"files": len(made), "records": sum(of_file["records"] for of_file in made.values())}
+    write_json_flushed(build.paths[ENCODED] / f"{ENCODED}.json", made, sort_keys=False)
+
+
+def read_shards(output_dir: Path, count: int, files: int, made_from: dict) -> list[EncodedFile]:
+    """All input files, in order. UserError unless each shard is complete and was made from the same (`made_from`)."""
+    shards = [Shard(index, count) for index in range(count)]
+    records = [read_record(shard.directory(output_dir) / ENCODED) for shard in shards]
+    if missing := [str(shard.index) for shard, record in zip(shards, records, strict=True) if record is None]:
+        raise UserError(
+            f"--merge {count}: {len(missing)} of {count} shards are not complete below {output_dir / 'shards'}: run "
+            f"--shard I/{count} for I = {', '.join(missing[:10])}{', ...' if len(missing) > 10 else ''}"
+        )
+    for shard, record in zip(shards, records, strict=True):
+        if differing := sorted(key for key, value in made_from.items() if record["made_from"].get(key) != value):
+            raise UserError(
+                f"--merge {count}: {shard.directory(output_dir)} is of another run ({', '.join(differing)} differ): "
+                "remove it, and run that shard again with these arguments"
+            )
+    made = [json.loads((shard.directory(output_dir) / ENCODED / f"{ENCODED}.json").read_text()) for shard in shards]
+    roots = [shard.directory(output_dir) / ENCODED for shard in shards]
+    return [EncodedFile(n, roots[n % count], made[n % count][str(n)]) for n in range(files)]
+
+
+def split_files(
+    build: Build, encoded: list[EncodedFile], labels: Iterable[np.ndarray], workers: int
+) -> Iterator[dict[str, list[Piece]]]:
+    """The pieces by split of each file, in order, in the build's scratch directory; files of this build are removed.
+
+    labels: of each file's records, uint8 (splits.py).
+    """
+
+    def split(item: tuple[EncodedFile, np.ndarray]) -> dict[str, list[Piece]]:
+        file, of_records = item
+        if (noted := build.done(_note(file))) is not None:
+            return {name: [Piece(*piece) for piece in pieces] for name, pieces in noted.items()}
+        return split_pieces(file.made, of_records, file.root, build.scratch, file.number)
+
+    for file, pieces in zip(encoded, in_order(split, zip(encoded, labels, strict=True), workers), strict=True):
+        if build.done(_note(file)) is None:
+            build.note(_note(file), pieces)
+        if file.root.is_relative_to(build.scratch):
+            shutil.rmtree(file.root / directory_name(file.number), ignore_errors=True)
+        yield pieces
+
+
+def _note(file: EncodedFile) -> str:
+    return f"split {file.number}"
