@@ -126,7 +126,9 @@ def _scale(sizes: dict[str, int], limit: int) -> dict[str, int]:
 
 
 BUCKET_BITS = 8
+ROW = np.dtype([("key", "<u8"), ("value", "<u8")])
 HELD_ROWS = 1 << 20  # rows in memory before they are written to their buckets
+SORTED_ROWS = 1 << 16  # of them sorted at a time: they stay in the processor's cache
 CHUNK = 1 << 20  # records read at a time
 TRAIN, VALIDATION, TEST = range(len(SPLITS))
 
@@ -141,31 +143,36 @@ class Buckets:
         """2**bits files, bits up to 16. Existing files are kept; `rows` counts added rows only."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.bits = directory, bits
-        self.held: list[np.ndarray] = []
-        self.rows = 0
+        self.rows = self._held = 0
+        self._sorted: list[tuple[np.ndarray, np.ndarray]] = []  # rows in memory, by bucket, and each bucket's first
 
     def add(self, keys: np.ndarray, values: np.ndarray) -> None:
-        self.held.append(np.stack([keys, values.astype(np.uint64)], axis=1))
         self.rows += len(keys)
-        if sum(map(len, self.held)) >= HELD_ROWS:
-            self.flush()
+        for first in range(0, len(keys), SORTED_ROWS):
+            some, of_some = keys[first : first + SORTED_ROWS], values[first : first + SORTED_ROWS]
+            bucket = (some >> np.uint64(32) >> np.uint64(32 - self.bits)).astype(np.uint16)  # 0 bits: 0
+            order = np.argsort(bucket, kind="stable")  # a radix sort
+            rows = np.empty(len(some), ROW)
+            rows["key"], rows["value"] = some[order], of_some[order]
+            self._sorted.append((rows, np.searchsorted(bucket[order], np.arange((1 << self.bits) + 1))))
+            self._held += len(some)
+            if self._held >= HELD_ROWS:
+                self.flush()
 
     def flush(self) -> None:
-        rows = np.concatenate([np.empty((0, 2), np.uint64), *self.held])
-        self.held = []
-        bucket = (rows[:, 0] >> np.uint64(32) >> np.uint64(32 - self.bits)).astype(np.uint16)  # 0 bits: 0
-        order = np.argsort(bucket, kind="stable")  # a radix sort
-        bounds = np.searchsorted(bucket[order], np.arange((1 << self.bits) + 1))
-        for number in np.flatnonzero(np.diff(bounds)):
-            with open(self.directory / str(number), "ab") as file:
-                rows[order[bounds[number] : bounds[number + 1]]].tofile(file)
+        held, self._sorted, self._held = self._sorted, [], 0
+        for number in range(1 << self.bits):
+            of_bucket = [rows[bounds[number] : bounds[number + 1]] for rows, bounds in held]
+            if any(map(len, of_bucket)):
+                with open(self.directory / str(number), "ab") as file:
+                    np.concatenate(of_bucket).tofile(file)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Keys and values of each bucket, in the order of the keys."""
         for number in range(1 << self.bits):
             path = self.directory / str(number)
-            rows = np.fromfile(path, np.uint64).reshape(-1, 2) if path.exists() else np.empty((0, 2), np.uint64)
-            yield rows[:, 0], rows[:, 1]
+            rows = np.fromfile(path, ROW) if path.exists() else np.empty(0, ROW)
+            yield rows["key"], rows["value"]
 
     def sync(self) -> None:
         """Flush all rows to the disk."""
