@@ -24,7 +24,6 @@ from common.distributed.stopping import StopRequest
 from common.distributed.world import Mesh
 
 ALIGNMENT = 64  # bytes, of the tensors in a bundle
-MOST_RANKS = 4096  # that an error proposes
 
 
 def this_worker() -> tuple[int, int]:
@@ -225,24 +224,6 @@ def evaluation_batches(
     split = _Split(store, plan, collator, mesh)
     for bundled in deliver(split, num_workers, prefetch_factor, pin_memory, stop):
         yield from unbundle(bundled)
-
-
-def uneven(packs_per_step: PacksPerStep, dp_size: int) -> str:
-    """If the ranks cannot share the packs of each step evenly: a line with the first such number and those that work;
-    else nothing."""
-    for step, packs in packs_per_step.stages:
-        if packs % dp_size == 0:
-            continue
-        sizes = ", ".join(str(n) for n in range(1, min(packs, MOST_RANKS) + 1) if packs % n == 0)
-        lower, upper = packs // dp_size * dp_size, -(-packs // dp_size) * dp_size
-        batches = " or ".join(str(n) for n in (lower, upper) if n > 0)
-        stage = f", from step {step} of --packs_per_step_schedule" if len(packs_per_step.stages) > 1 else ""
-        return (
-            f"a global batch of {packs} packs does not divide among {dp_size} data-parallel ranks (idle: "
-            f"{upper - packs} of {upper} turns a step): use {sizes} ranks, or {batches} packs a step "
-            f"(ranks x accumulation steps){stage}"
-        )
-    return ""
 
 
 def merge_positions(parts: list[dict]) -> dict:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from common.files.safe_files import LARGEST_INT, shorten
 
 SCHEDULE = re.compile(r"[0-9]{1,16}:[0-9]{1,16}(,[0-9]{1,16}:[0-9]{1,16}){0,99}")
+MOST_RANKS = 4096  # that an error proposes
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,21 @@ class PacksPerStep:
     def __str__(self) -> str:
         (_, first), *later = self.stages
         return "; ".join([f"{first:,}", *(f"from step {step:,}: {packs:,}" for step, packs in later)])
+
+
+def uneven(packs_per_step: PacksPerStep, dp_size: int) -> str:
+    """If the ranks cannot share the packs of each step evenly: a line with the first such number and those that work;
+    else nothing."""
+    for step, packs in packs_per_step.stages:
+        if packs % dp_size == 0:
+            continue
+        sizes = ", ".join(str(n) for n in range(1, min(packs, MOST_RANKS) + 1) if packs % n == 0)
+        lower, upper = packs // dp_size * dp_size, -(-packs // dp_size) * dp_size
+        batches = " or ".join(str(n) for n in (lower, upper) if n > 0)
+        stage = f", from step {step} of --packs_per_step_schedule" if len(packs_per_step.stages) > 1 else ""
+        return (
+            f"a global batch of {packs} packs does not divide among {dp_size} data-parallel ranks (idle: "
+            f"{upper - packs} of {upper} turns a step): use {sizes} ranks, or {batches} packs a step "
+            f"(ranks x accumulation steps){stage}"
+        )
+    return ""

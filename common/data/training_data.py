@@ -18,9 +18,9 @@ from common.data import TokenSet
 from common.data.clusters import cluster_numbers, open_clusters
 from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates
 from common.data.flags import BatchFlags, DataFlags
-from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches, uneven
+from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
 from common.data.packing import BatchPlan, Position
-from common.data.packs_per_step import PacksPerStep
+from common.data.packs_per_step import PacksPerStep, uneven
 from common.data.token_store import TokenStore, open_split
 from common.distributed.world import Mesh, World
 from common.hooks import extra

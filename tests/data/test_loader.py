@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import sys
 import time
@@ -21,9 +20,8 @@ from datasets import Dataset, Features, List, Value
 from common.cli import UserError
 from common.data.collators import MaskingCollator, MaskRates
 from common.data.flags import BatchFlags
-from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches, uneven
+from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.data.packing import BatchPlan, Position
-from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import TokenStore
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
@@ -267,17 +265,6 @@ def test_loader_gives_ranks_without_a_pack_an_empty_one(store):
         of_ranks = [list(loader_of(store, *packed(store), packs, rank, ranks, num_steps=2)) for rank in range(ranks)]
         found = [[sum(b["num_sequences"] == 0 for b in step.micro_batches) for step in of] for of in of_ranks]
         assert found == [[n, n] for n in empty]
-
-
-@pytest.mark.parametrize(
-    ("packs", "ranks", "said"),
-    [
-        (8, 3, r"of 8 packs .* among 3 .* \(idle: 1 of 9 turns a step\): use 1, 2, 4, 8 ranks, or 6 or 9 packs"),
-        (22, 16, r"of 22 packs .* \(idle: 10 of 32 turns a step\): use 1, 2, 11, 22 ranks, or 16 or 32 packs"),
-    ],
-)
-def test_uneven_names_idle_turns_and_numbers_that_work(packs, ranks, said):
-    assert re.search(said, uneven(PacksPerStep.of(packs), ranks))
 
 
 def test_loader_rejects_position_of_other_data(store):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from itertools import islice
 
@@ -14,7 +15,7 @@ from common.data.collators import MaskingCollator
 from common.data.flags import BatchFlags, DataFlags
 from common.data.loader import PlannedOrder, TrainLoader, merge_positions, read_tokens
 from common.data.packing import BatchPlan, Position
-from common.data.packs_per_step import PacksPerStep
+from common.data.packs_per_step import PacksPerStep, uneven
 from common.data.training_data import PlannedData
 from common.distributed.world import Mesh
 from common.flags import parse_arguments
@@ -219,3 +220,14 @@ def test_stage_of_streams_that_does_not_divide_among_ranks_is_refused(streams):
     message = r"global batch of 6 packs does not divide among 4 .* use 1, 2, 3, 6 .*, from step 3 of --packs_per"
     with pytest.raises(UserError, match=message):
         TrainLoader(order, COLLATOR, Mesh(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("packs", "ranks", "said"),
+    [
+        (8, 3, r"of 8 packs .* among 3 .* \(idle: 1 of 9 turns a step\): use 1, 2, 4, 8 ranks, or 6 or 9 packs"),
+        (22, 16, r"of 22 packs .* \(idle: 10 of 32 turns a step\): use 1, 2, 11, 22 ranks, or 16 or 32 packs"),
+    ],
+)
+def test_uneven_names_idle_turns_and_numbers_that_work(packs, ranks, said):
+    assert re.search(said, uneven(PacksPerStep.of(packs), ranks))

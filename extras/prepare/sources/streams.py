@@ -24,8 +24,7 @@ from common.cli import UserError
 from common.data.alphabet import Alphabet
 from common.data.counter_rng import BLOCK_ORDER, derive_key, hash_counters
 from common.data.crops import Pack, Window, crop, plan_window
-from common.data.loader import uneven
-from common.data.packs_per_step import PacksPerStep
+from common.data.packs_per_step import PacksPerStep, uneven
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.prepare.sources.find_files import File
