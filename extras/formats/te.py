@@ -24,7 +24,7 @@ from common.cli import UserError
 from common.data.counter_rng import derive_key
 from common.distributed.world import World
 from common.models.layers.residual import Model
-from extras.formats.masters import Masters, NanGuard
+from extras.formats.master_weights import Masters, NanGuard
 from extras.formats.recipe import Plan, Recipe
 
 _FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}

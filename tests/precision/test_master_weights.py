@@ -20,7 +20,7 @@ from common.precision.flags import PrecisionFlags
 from common.training.load_model import load_model
 from common.training.loop import train
 from extras.formats.build import choose_plan
-from extras.formats.masters import Masters
+from extras.formats.master_weights import Masters
 from tests.data_fixtures import load_script
 from tests.training.checkpoint_fixtures import exported, files_of
 from tests.training.test_bad_input import refused
