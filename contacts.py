@@ -32,7 +32,7 @@ from common.files.content_hash import content_hash, content_hashes
 from common.files.safe_files import file_name
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
-from extras.after.downstream.contact_map import draw
+from extras.after.downstream.contact_picture import draw
 from extras.after.downstream.contacts import (
     LEAST,
     SEPARATION,

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -123,6 +123,42 @@ def by_score(scores: np.ndarray) -> np.ndarray:
     """Indices of scores [N], highest first; ties, as of a head of zeros, in no order: by chance."""
     shuffled = np.random.default_rng(0).permutation(len(scores))
     return shuffled[np.argsort(-scores[shuffled], kind="stable")]
+
+
+class Top(NamedTuple):
+    """The L likeliest pairs (i, j) within `range`, or all if there are fewer.
+
+    L: resolved residues of the chain, without a structure all; contact: bool, None without a structure; chance: the
+    part of the range's pairs in contact.
+    """
+
+    range: str
+    i: np.ndarray
+    j: np.ndarray
+    contact: np.ndarray | None
+    chance: float
+
+
+def top_pairs(chain: Chain, scores: np.ndarray) -> Top | None:
+    """The L likeliest pairs of the farthest of `RANGES` that has a contact; without a structure, that has L pairs.
+
+    Where none has, those of the farthest that has pairs. None for a chain without pairs. scores: [residues, residues].
+    """
+    contacts, known = chain.contacts()
+    has_structure = bool(known.any())
+    length = chain.resolved if has_structure else len(chain.sequence)
+    known = known if has_structure else np.ones_like(known)
+    tops: list[Top] = []
+    for name in reversed(RANGES):
+        nearest, beyond = RANGES[name]
+        i, j = np.nonzero(np.triu(known, nearest) & ~np.triu(known, beyond))
+        if len(i):
+            taken, hits = by_score(scores[i, j])[:length], contacts[i, j]
+            chosen = Top(name, i[taken], j[taken], hits[taken] if has_structure else None, float(hits.mean()))
+            if hits.any() if has_structure else len(i) >= length:
+                return chosen
+            tops.append(chosen)
+    return tops[0] if tops else None
 
 
 def precisions(chain: Chain, scores: np.ndarray) -> dict[str, float]:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from extras.after.downstream.contact_map import FALSE, TRUE, draw, title_of, top_pairs
-from extras.after.downstream.contacts import RANGES, precisions
+from extras.after.downstream.contact_picture import FALSE, TRUE, draw, title_of
+from extras.after.downstream.contacts import RANGES, precisions, top_pairs
 from extras.after.downstream.structures import Chain
 
 

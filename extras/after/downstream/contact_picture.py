@@ -3,53 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from extras.after.downstream.contacts import RANGES, SEPARATION, by_score
+from extras.after.downstream.contacts import RANGES, SEPARATION, Top, top_pairs
 from extras.after.downstream.structures import CONTACT_ANGSTROM, Chain
 
 # Of Okabe and Ito's colours for all kinds of colour vision: blue, vermilion, and a light yellow of the background.
 TRUE, FALSE, UNKNOWN = "#0072B2", "#D55E00", "#FFF8DC"
 SIDE_INCHES = 4.6  # of the map
 LARGEST, SMALLEST = 36.0, 6.0  # markers, points^2
-
-
-class Top(NamedTuple):
-    """The L likeliest pairs (i, j) within `range`, or all if there are fewer.
-
-    L: resolved residues of the chain, without a structure all; contact: bool, None without a structure; chance: the
-    part of the range's pairs in contact.
-    """
-
-    range: str
-    i: np.ndarray
-    j: np.ndarray
-    contact: np.ndarray | None
-    chance: float
-
-
-def top_pairs(chain: Chain, scores: np.ndarray) -> Top | None:
-    """The L likeliest pairs of the farthest of `RANGES` that has a contact; without a structure, that has L pairs.
-
-    Where none has, those of the farthest that has pairs. None for a chain without pairs. scores: [residues, residues].
-    """
-    contacts, known = chain.contacts()
-    has_structure = bool(known.any())
-    length = chain.resolved if has_structure else len(chain.sequence)
-    known = known if has_structure else np.ones_like(known)
-    tops: list[Top] = []
-    for name in reversed(RANGES):
-        nearest, beyond = RANGES[name]
-        i, j = np.nonzero(np.triu(known, nearest) & ~np.triu(known, beyond))
-        if len(i):
-            taken, hits = by_score(scores[i, j])[:length], contacts[i, j]
-            chosen = Top(name, i[taken], j[taken], hits[taken] if has_structure else None, float(hits.mean()))
-            if hits.any() if has_structure else len(i) >= length:
-                return chosen
-            tops.append(chosen)
-    return tops[0] if tops else None
 
 
 def title_of(chain: Chain, top: Top | None) -> str:
