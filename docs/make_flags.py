@@ -21,7 +21,7 @@ from common.training.arguments import RunArguments  # noqa: E402
 from common.training.masked_lm import TrainArguments  # noqa: E402
 from common.training.parse import arguments_of  # noqa: E402
 from extras.families.decoders.causal_arguments import CausalArguments  # noqa: E402
-from extras.interop.foreign_flags import ACCELERATE, RECIPE, TRANSFORMERS, Ours  # noqa: E402
+from extras.interop.flag_tables import ACCELERATE, RECIPE, TRANSFORMERS, Ours  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402
 from train_ddp_cp import DdpCpFlags  # noqa: E402
 from train_fsdp2 import FsdpFlags  # noqa: E402

@@ -20,7 +20,7 @@ from typing import Any
 
 from common.cli import UserError, run
 from common.cli_help import FlagSpec
-from extras.interop.foreign_flags import (
+from extras.interop.flag_tables import (
     ACCELERATE,
     CLM_DEFAULTS,
     RECIPE,
@@ -30,8 +30,8 @@ from extras.interop.foreign_flags import (
     Ours,
     number,
 )
+from extras.interop.foreign_command import Translation, entry_of, note_of, of_recipe, pairs, shown
 from extras.interop.foreign_launch import accelerate, rendezvous, shell_variables
-from extras.interop.translation import Translation, entry_of, note_of, of_recipe, pairs, shown
 
 # The train scripts, and the class of each one's own flags.
 STRATEGIES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from extras.interop.foreign_flags import ACCELERATE, TORCHRUN
-from extras.interop.translation import Translation, note_of, pairs
+from extras.interop.flag_tables import ACCELERATE, TORCHRUN
+from extras.interop.foreign_command import Translation, note_of, pairs
 
 ETCD = ("etcd", "etcd-v2")
 

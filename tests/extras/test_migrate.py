@@ -1,4 +1,4 @@
-"""extras/migrate.py, extras/interop/foreign_flags.py: other programs' flags in the parser's errors, whole commands."""
+"""extras/migrate.py, extras/interop/flag_tables.py: other programs' flags in the parser's errors, whole commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from common.cli import UserError
 from common.flags import flag_specs, flat
 from common.training.parse import TASKS, arguments_of, parse_run
-from extras.interop.foreign_flags import CLM_DEFAULTS, PROGRAMS, RECIPE, RECIPE_OBJECTS, TRAINER_DEFAULTS
+from extras.interop.flag_tables import CLM_DEFAULTS, PROGRAMS, RECIPE, RECIPE_OBJECTS, TRAINER_DEFAULTS
 from extras.migrate import STRATEGIES, check, hint, main, strategy_of, translate
 
 SPECS = [

@@ -67,7 +67,7 @@ CHANGES = (
     Change("configs/guide_ddp.yaml", "esm2_t6_8M", "esm2_t12_35M"),
     Change("configs/sanity.yaml", "max_steps: 250", "max_steps: 25"),
     Change(
-        "extras/interop/foreign_flags.py", '"checkpoint.ckpt_dir": Ours("output_dir")', '"checkpoint.ckpt_dir": Ours()'
+        "extras/interop/flag_tables.py", '"checkpoint.ckpt_dir": Ours("output_dir")', '"checkpoint.ckpt_dir": Ours()'
     ),
     Change("extras/families/decoders/config.py", '"llama3_1_8b": GuideRun(100,', '"llama3_1_8b": GuideRun(10,'),
     Change("common/distributed/strategy.py", "ddp_bucket_cap_mb", "bucket_megabytes"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measuring import FILE_ONLY
-from extras.interop.foreign_flags import PROGRAMS
+from extras.interop.flag_tables import PROGRAMS
 from tests.data_fixtures import environment, write_fasta
 from tests.forked import run_script
 from tests.guides.checks import Here, Row

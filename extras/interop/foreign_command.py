@@ -1,4 +1,4 @@
-"""A translated command, and the words of other programs' commands: flags and their values, hydra's keys, a shell's."""
+"""A command of another program: its words (flags and values, hydra's keys, a shell's) and its translation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.cli import one_line
-from extras.interop.foreign_flags import RECIPE, RECIPE_OBJECTS, Ours
+from extras.interop.flag_tables import RECIPE, RECIPE_OBJECTS, Ours
 
 
 @dataclass
