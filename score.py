@@ -40,6 +40,7 @@ from extras.after.inference.correlation import Correlation, as_table, correlatio
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
 from extras.after.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
+from extras.after.inference.mutation_scores import Variant, quoted, score, single_mutants
 from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
@@ -50,7 +51,6 @@ from extras.after.inference.mutation_tables import (
     read_rows,
     variants_of,
 )
-from extras.after.inference.mutations import Variant, quoted, score, single_mutants
 from extras.prepare.sources.proteins import ProteinFlags, read_residues
 
 logger = logging.getLogger(__name__)

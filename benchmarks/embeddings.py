@@ -33,7 +33,7 @@ from common.models.esm2.config import load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
 from extras.after.inference.encoder import Encoder, EncoderFlags, embed
-from extras.after.inference.mutations import RESIDUES, Mutation, Variant, score, single_mutants
+from extras.after.inference.mutation_scores import RESIDUES, Mutation, Variant, score, single_mutants
 from extras.prepare.sources.fasta import read_fasta
 
 Ways = dict[str, Callable[[], Sequence]]  # the first is ours

@@ -38,7 +38,7 @@ from extras.after.downstream.stock_model import read_stock_model
 from extras.after.downstream.structures import Chain, read_structures
 from extras.after.inference.correlation import Correlation, as_table, correlations
 from extras.after.inference.encoder import Encoder, EncoderFlags
-from extras.after.inference.mutations import RESIDUES, compare, score
+from extras.after.inference.mutation_scores import RESIDUES, compare, score
 
 
 class Archive(NamedTuple):

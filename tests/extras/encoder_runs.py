@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from extras.after.downstream.mutations import read_table
 from extras.after.inference.correlation import spearman
 from extras.after.inference.encoder import Encoder, EncoderFlags
-from extras.after.inference.mutations import score
+from extras.after.inference.mutation_scores import score
 from extras.export import choose, export
 from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
 

@@ -16,6 +16,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.after.downstream.results import named_tables
 from extras.after.inference.correlation import spearman
 from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.mutation_scores import Variant, check_letters, quoted, score, undo
 from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
@@ -26,7 +27,6 @@ from extras.after.inference.mutation_tables import (
     read_rows,
     variants_of,
 )
-from extras.after.inference.mutations import Variant, check_letters, quoted, score, undo
 from extras.prepare.sources.proteins import read_residues
 
 logger = logging.getLogger(__name__)

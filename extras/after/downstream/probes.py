@@ -30,7 +30,7 @@ from extras.after.downstream.metrics import log_undefined, percentiles, resample
 from extras.after.downstream.results import named_tables
 from extras.after.downstream.splits import check_sides, split_of
 from extras.after.inference.encoder import Encoder, EncoderFlags, embed
-from extras.after.inference.mutations import RESIDUES
+from extras.after.inference.mutation_scores import RESIDUES
 
 logger = logging.getLogger(__name__)
 PARTS = ("probe", "baseline", "difference")  # of results

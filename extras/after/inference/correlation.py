@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.models.esm2.alphabet import TOKENS
-from extras.after.inference.mutations import Variant
+from extras.after.inference.mutation_scores import Variant
 from extras.prepare.sample import BACKGROUND, RESIDUES, blosum62
 
 RESAMPLES = 1000

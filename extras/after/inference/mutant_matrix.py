@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from extras.after.inference.mutations import RESIDUES
+from extras.after.inference.mutation_scores import RESIDUES
 
 ORDER = "GAVLIMCFYWPSTNQHKRDE"  # of a heat map: small and hydrophobic, aromatic, polar, charged
 POSITIONS_IN_ROW = 100

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from common.cli import UserError, one_line
-from extras.after.inference.mutations import Variant, compare, parse_variant, quoted
+from extras.after.inference.mutation_scores import Variant, compare, parse_variant, quoted
 from extras.prepare.sources.compression import HEAD_BYTES, detect_non_text, open_decompressed, strip_compression
 
 MUTANT, PROTEIN = "mutant", "protein"

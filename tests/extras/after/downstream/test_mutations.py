@@ -14,7 +14,7 @@ import score as script
 from common.cli import UserError
 from common.files.safe_files import read_json_lines
 from extras.after.downstream.mutations import MOST, MutationEvaluation, read_table
-from extras.after.inference.mutations import RESIDUES
+from extras.after.inference.mutation_scores import RESIDUES
 from tests.data_fixtures import call, write_fasta
 from tests.forked import run_script
 from tests.training_fixtures import environment, flags_of

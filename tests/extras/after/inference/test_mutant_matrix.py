@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from extras.after.inference.mutant_matrix import NEARLY_ALL, explained, shares
-from extras.after.inference.mutations import RESIDUES
+from extras.after.inference.mutation_scores import RESIDUES
 
 
 def adjusted_r2(values: list[float], groups: list) -> float:

@@ -19,7 +19,7 @@ from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config
 from extras.after.inference.encoder import Encoder
-from extras.after.inference.mutations import parse_variant
+from extras.after.inference.mutation_scores import parse_variant
 from extras.prepare.sample import make_proteins
 from tests.data_fixtures import call, expect_error, write_fasta
 from tests.extras.after.inference.embed_fixtures import make_model, stock, stock_log_p

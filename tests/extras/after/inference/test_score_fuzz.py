@@ -6,7 +6,7 @@ import random
 
 import score as script
 from common.cli import UserError
-from extras.after.inference.mutations import parse_variant
+from extras.after.inference.mutation_scores import parse_variant
 
 
 def outcome(function, *arguments):

@@ -11,7 +11,7 @@ import score as script
 from common.cli import UserError
 from extras.after.downstream.outputs import MANIFEST
 from extras.after.inference.encoder import Encoder, EncoderFlags
-from extras.after.inference.mutations import RESIDUES, parse_variant, score
+from extras.after.inference.mutation_scores import RESIDUES, parse_variant, score
 from tests.data_fixtures import call, write_fasta
 from tests.extras.after.inference.embed_fixtures import make_model
 from tests.extras.after.inference.test_score import rows_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from extras.after.inference.encoder import Encoder, EncoderFlags
-from extras.after.inference.mutations import parse_variant, score
+from extras.after.inference.mutation_scores import parse_variant, score
 from extras.prepare.sample import make_proteins
 from tests.extras.after.inference.embed_fixtures import make_model, stock_log_p
 

@@ -9,7 +9,7 @@ import torch
 from common.cli import UserError
 from extras.after.downstream.mutations import MutationEvaluation
 from extras.after.inference.encoder import Encoder, EncoderFlags, embed, look_through
-from extras.after.inference.mutations import RESIDUES, parse_variant, score, single_mutants
+from extras.after.inference.mutation_scores import RESIDUES, parse_variant, score, single_mutants
 from extras.families.amplify.alphabet import ALPHABET, TOKENS
 from extras.families.amplify.config import amplify_config
 from extras.families.amplify.convert import ADAPTER

@@ -13,7 +13,7 @@ import transformers
 from common.models.layers.initialise import initialise
 from extras.after.downstream.labels import read_examples
 from extras.after.inference.encoder import Encoder, EncoderFlags, embed
-from extras.after.inference.mutations import parse_variant, score
+from extras.after.inference.mutation_scores import parse_variant, score
 from extras.families.esmc.config import esmc_config
 from extras.families.esmc.convert import ADAPTER
 from extras.families.esmc.model import EsmcForMaskedLM

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS
 from extras.after.inference.correlation import BASELINES, BLOSUM62, LEAST, baseline, correlation, spearman
-from extras.after.inference.mutations import compare, parse_variant, undo
+from extras.after.inference.mutation_scores import compare, parse_variant, undo
 
 PROTEIN = b"MKVLAG"
 
