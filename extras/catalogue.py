@@ -184,9 +184,9 @@ def record_graphs(task: Any) -> None:
 
 def fp8_formats() -> dict[str, str]:
     return {
-        "delayed": "extras.formats.delayed",
-        "current": "extras.formats.current",
-        "block": "extras.formats.block",
+        "delayed": "extras.formats.fp8_delayed",
+        "current": "extras.formats.fp8_current",
+        "block": "extras.formats.fp8_block",
         "mxfp8": "extras.formats.mxfp8",
     }
 

@@ -16,8 +16,8 @@ from common.cli import UserError
 from common.distributed.world import World
 from common.models.layers.residual import Model
 from extras.formats.casts import GRADIENT, INPUT, WEIGHT, tensor_amax
-from extras.formats.current import CurrentScaling
 from extras.formats.emulation import set_matmuls
+from extras.formats.fp8_current import CurrentScaling
 from extras.formats.recipe import Plan, Recipe
 
 Operand = tuple[Tensor, Tensor]  # FP8 [R, C], and the fp32 scalar that its numbers are to be multiplied by

@@ -20,10 +20,10 @@ from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.family import NO_KERNEL
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.recompute import save_activations
-from extras.formats.block import BlockScaling
-from extras.formats.current import CurrentScaling
-from extras.formats.delayed import DelayedScaling
 from extras.formats.emulation import Emulation
+from extras.formats.fp8_block import BlockScaling
+from extras.formats.fp8_current import CurrentScaling
+from extras.formats.fp8_delayed import DelayedScaling
 from extras.formats.mxfp8 import MXFP8BlockScaling
 from extras.formats.nvfp4 import NVFP4BlockScaling
 from tests.gpu import test_training

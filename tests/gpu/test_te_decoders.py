@@ -17,10 +17,10 @@ from common.models.layers.initialise import initialise
 from common.models.layers.recompute import save_activations
 from extras.families.decoders.config import PRESETS
 from extras.families.decoders.model import DecoderForCausalLM
-from extras.formats.block import BlockScaling
-from extras.formats.current import CurrentScaling
-from extras.formats.delayed import DelayedScaling
 from extras.formats.emulation import Emulation
+from extras.formats.fp8_block import BlockScaling
+from extras.formats.fp8_current import CurrentScaling
+from extras.formats.fp8_delayed import DelayedScaling
 from extras.formats.mxfp8 import MXFP8BlockScaling
 from extras.formats.nvfp4 import NVFP4BlockScaling
 from tests.gpu.test_te import HOPPER, SMALL, forget, loss_and_gradients, process_group  # noqa: F401 - a fixture

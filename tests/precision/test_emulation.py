@@ -15,8 +15,8 @@ from common.precision.flags import PrecisionFlags
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.model import DecoderForCausalLM
 from extras.formats import emulation as fake_quant
-from extras.formats.delayed import DelayedScaling
 from extras.formats.emulation import Emulation
+from extras.formats.fp8_delayed import DelayedScaling
 from extras.formats.nvfp4 import hadamard_matrix
 from extras.formats.plan import resolve
 from tests.precision import format_reference as reference

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from common.data.counter_rng import hash_counters
-from extras.formats import block as fp8_block
 from extras.formats import casts as formats
-from extras.formats import mxfp8, nvfp4
-from extras.formats.block import BlockScaling
-from extras.formats.current import CurrentScaling
+from extras.formats import fp8_block, mxfp8, nvfp4
+from extras.formats.fp8_block import BlockScaling
+from extras.formats.fp8_current import CurrentScaling
 from extras.formats.mxfp8 import MXFP8BlockScaling
 from extras.formats.nvfp4 import NVFP4BlockScaling
 from extras.formats.recipe import Recipe

@@ -9,9 +9,9 @@ from common.flags import checked, parse_arguments
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, load_config
 from common.precision.flags import PrecisionFlags
 from common.shape_buckets import SHAPE_MULTIPLE
-from extras.formats.block import BlockScaling
-from extras.formats.current import CurrentScaling
-from extras.formats.delayed import DelayedScaling
+from extras.formats.fp8_block import BlockScaling
+from extras.formats.fp8_current import CurrentScaling
+from extras.formats.fp8_delayed import DelayedScaling
 from extras.formats.mxfp8 import MXFP8BlockScaling
 from extras.formats.nvfp4 import NVFP4BlockScaling
 from extras.formats.plan import check_device, check_dimensions, describe, recipes, resolve

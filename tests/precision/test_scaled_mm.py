@@ -12,8 +12,8 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.config_base import override
 from common.precision.flags import PrecisionFlags
 from extras.formats.build import choose_plan, set_formats
-from extras.formats.current import CurrentScaling
 from extras.formats.emulation import GRADIENT, INPUT, WEIGHT
+from extras.formats.fp8_current import CurrentScaling
 from extras.formats.plan import recipes
 from extras.speed.scaled_mm import ScaledMatmul
 from tests.models.reference import packed, random_batch

@@ -10,10 +10,10 @@ import torch
 from common.distributed.world import World
 from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from extras.formats.block import BlockScaling
-from extras.formats.current import CurrentScaling
-from extras.formats.delayed import DelayedScaling
 from extras.formats.emulation import Emulation
+from extras.formats.fp8_block import BlockScaling
+from extras.formats.fp8_current import CurrentScaling
+from extras.formats.fp8_delayed import DelayedScaling
 from extras.formats.mxfp8 import MXFP8BlockScaling
 from extras.formats.nvfp4 import NVFP4BlockScaling
 from tests.te_on_cpu import boot

@@ -11,9 +11,9 @@ import torch
 
 from common.distributed.world import World
 from common.files.safe_files import read_json_lines
-from extras.formats.block import BlockScaling
-from extras.formats.current import CurrentScaling
-from extras.formats.delayed import DelayedScaling
+from extras.formats.fp8_block import BlockScaling
+from extras.formats.fp8_current import CurrentScaling
+from extras.formats.fp8_delayed import DelayedScaling
 from extras.formats.mxfp8 import MXFP8BlockScaling
 from extras.formats.nvfp4 import NVFP4BlockScaling
 from extras.formats.recipe import Plan
