@@ -18,7 +18,7 @@ from functools import partial
 from benchmarks.measuring import publish, where_measured
 from common.cli import UserError, run
 from common.flags import flag, parse_arguments
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 
 RECIPES = {
     "none": {},

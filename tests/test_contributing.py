@@ -82,7 +82,7 @@ import torch
 from common.flags import checked
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from extras.formats.casts import COLUMNS, INPUT
 from extras.formats.emulation import Emulation
 from common.cli import UserError

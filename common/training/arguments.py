@@ -20,7 +20,7 @@ from common.flags import Flags, Missing, flag
 from common.hooks import extra
 from common.models.family import Family
 from common.models.layers.backend import BackendFlags
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from common.training.optim import OptimizerFlags
 from common.training.run_logger import LogFlags
 

@@ -22,7 +22,7 @@ from common.models.layers.compiling import check_cuda_graphs, compile_layers, ke
 from common.models.layers.hf_directory import is_checkpoint
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
-from common.precision.build import Precision
+from common.precision import Precision
 from common.training.arguments import RunArguments
 from common.training.task import BuiltModel
 

@@ -20,7 +20,7 @@ from common.data.collators import Batch
 from common.data.loader import StepCounts, TrainStep
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
-from common.precision.build import Precision
+from common.precision import Precision
 from common.training.log_row import StepResult
 from common.training.optim import update_unless
 from common.training.task import Task

@@ -22,7 +22,7 @@ from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.model_card import Training
 from common.models.layers.residual import Model
-from common.precision.build import Precision
+from common.precision import Precision
 from common.training.arguments import RunArguments
 from common.training.curves import PlotLabels
 from common.training.optim import OptimizerFlags, build_optimizer

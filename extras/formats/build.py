@@ -13,8 +13,7 @@ from common.data.counter_rng import ROUNDING, derive_key
 from common.distributed.world import World
 from common.hooks import extra
 from common.models.layers.residual import Model
-from common.precision.build import Precision
-from common.precision.flags import PrecisionFlags
+from common.precision import Precision, PrecisionFlags
 from extras.formats.plan import check_device, check_dimensions, describe, formats, resolve
 from extras.formats.recipe import Plan, format_of
 

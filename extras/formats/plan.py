@@ -10,7 +10,7 @@ from typing import Any
 
 from common.cli import UserError
 from common.hooks import extra
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from extras.formats.recipe import NAMES, Plan, Recipe, format_of, fp8_formats
 
 TE_MODULE = "transformer_engine.common.recipe."

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from common.cli import UserError
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from extras.formats.recipe import Plan, Recipe, fp8_formats
 
 OPERANDS = ("activation", "weight", "gradient")

@@ -17,7 +17,7 @@ from common.models.layers.cpu import as_on_a_gpu
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.models.layers.recompute import save_activations
-from common.precision.build import Precision
+from common.precision import Precision
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.model import DecoderForCausalLM
 

@@ -11,7 +11,7 @@ from common.models.esm2.config import load_config
 from common.models.esm2.model import build_model
 from common.models.layers.config_base import override
 from common.models.layers.linear import linear
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.model import DecoderForCausalLM
 from extras.formats import emulation as fake_quant

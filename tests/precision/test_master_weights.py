@@ -16,7 +16,7 @@ import torch
 from common.cli import UserError
 from common.distributed.strategy import replicate
 from common.models.esm2.config import esm2_config
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from common.training.load_model import load_model
 from common.training.loop import train
 from extras.formats.build import choose_plan

@@ -7,7 +7,7 @@ import pytest
 from common.cli import UserError
 from common.flags import checked, parse_arguments
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, load_config
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from common.shape_buckets import SHAPE_MULTIPLE
 from extras.formats.fp8_block import BlockScaling
 from extras.formats.fp8_current import CurrentScaling

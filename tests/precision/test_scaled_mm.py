@@ -10,7 +10,7 @@ from common.models.esm2.config import load_config
 from common.models.esm2.model import build_model
 from common.models.layers.compiling import compile_layers
 from common.models.layers.config_base import override
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from extras.formats.build import choose_plan, set_formats
 from extras.formats.emulation import GRADIENT, INPUT, WEIGHT
 from extras.formats.fp8_current import CurrentScaling

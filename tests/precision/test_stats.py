@@ -11,7 +11,7 @@ import torch
 
 from common.cli import UserError
 from common.files.safe_files import read_json_lines
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from extras.formats.emulation import GRADIENT, INPUT, WEIGHT
 from extras.formats.stats import QuantStats, scalars
 from extras.formats.stats_plan import PLAIN, QUANTISED, select

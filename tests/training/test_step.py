@@ -12,7 +12,7 @@ from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.precision.build import Precision
+from common.precision import Precision
 from common.shape_buckets import predicted_positions
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM

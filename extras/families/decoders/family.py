@@ -9,7 +9,7 @@ from common.distributed.world import World
 from common.models.family import BackendFamily
 from common.models.layers.backend import Heads
 from common.models.layers.state_dict_adapter import StateDictAdapter
-from common.precision.flags import PrecisionFlags
+from common.precision import PrecisionFlags
 from extras.families.decoders.config import DecoderConfig, load_decoder_config
 from extras.families.decoders.convert import ADAPTER
 

@@ -16,7 +16,7 @@ from common.distributed.world import World
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers.linear import RoundedWeights, copy_of
-from common.precision.build import Precision
+from common.precision import Precision
 from common.training.masked_lm import MaskedLM
 from common.training.optim import AdamW, OptimizerFlags, adamw_groups, build_optimizer
 from common.training.step import Stepper

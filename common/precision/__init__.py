@@ -1,1 +1,0 @@
-"""Which layer computes in which number format: the plan, emulation, Transformer Engine."""
