@@ -21,9 +21,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from common.checkpoint import files
-from common.checkpoint.files import CONFIG, TRAINER_STATE
+from common.checkpoint.files import CONFIG, TRAINER_STATE, damage_of, newest_usable
 from common.checkpoint.reader import open_checkpoint
-from common.checkpoint.usable import damage_of, newest_usable
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
 from common.files.runs import list_checkpoints

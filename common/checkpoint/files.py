@@ -1,4 +1,4 @@
-"""Checkpoint directories as files: list, verify, prune.
+"""Checkpoint directories as files: verify, prune, and which is the newest whole one.
 
 `manifest.json` is written last and lists the format version, the model's fingerprint, and every file with its size and
 CRC-32. A directory is renamed to tmp-checkpoint-* before it is removed, so that a kill in between never leaves a
@@ -18,6 +18,7 @@ from pathlib import Path
 from isal import isal_zlib
 
 from common.cli import UserError, one_line
+from common.distributed.world import World
 from common.files.runs import FINAL_MODEL, MANIFEST, list_checkpoints
 from common.files.safe_files import check_type, file_size, is_plain_name, open_regular, read_json, shorten
 
@@ -28,6 +29,9 @@ EARLIER_VERSIONS = (1,)  # read by extras/interop/checkpoint_format_1.py
 PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
 # NFS clients cache attributes for up to a minute before they see a file that another machine has written.
 SHARED_PATIENCE_S = 90.0
+AT_STEP_0 = (
+    "to start at step 0 give --resume_from_checkpoint false (sets them aside) or --overwrite_output_dir (removes them)"
+)
 SAVED = ".saved"  # an empty file: some checkpoint was once complete here
 RESULTS = ("train_results.json", FINAL_MODEL)
 CONFIG, TRAINER_STATE = "config.json", "trainer_state.json"
@@ -171,3 +175,53 @@ def reason_of(error: BaseException) -> str:
         first = next(iter(causes.values()))
         error = first[0] if isinstance(first, tuple) else first
     return one_line(error)[:200]
+
+
+def newest_usable(output_dir: Path, world: World, advice: str = AT_STEP_0) -> Path | None:
+    """The newest whole checkpoint, None if there is no checkpoint at all; damaged ones are skipped with a warning.
+
+    UserError if there are checkpoints and none is whole: whether to start at step 0 over the remains of a run is the
+    user's decision. advice: what the error tells the user to do.
+    """
+    paths: list[str] = []
+    damages = []
+    with world.on_main_rank() as is_main:
+        if is_main:
+            paths = [str(path) for _, path in list_checkpoints(output_dir)]
+    for path in map(Path, world.broadcast_object(paths)):
+        damage = damage_of(path, world)
+        if damage is None:
+            return path
+        damages.append(f"{path.name}: {damage}")
+        logger.warning("%s: skipped: %s", path, damage)
+    if damages:
+        reasons = "; ".join(damages)
+        world.raise_on_all(UserError(f"{output_dir}: none of its checkpoints is whole ({reasons}): {advice}"))
+    return None
+
+
+def damage_of(path: Path, world: World) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank; None if it is whole. All ranks together."""
+    recorded, damage = {}, None
+    with world.on_main_rank() as is_main:
+        if is_main:
+            try:
+                recorded = read_manifest(path).files
+            except Corrupt as error:
+                damage = str(error)
+    recorded, damage = world.broadcast_object((recorded, damage))
+    if damage is not None:
+        return damage
+    # Largest first, so that all ranks read about the same amount.
+    order = sorted(recorded, key=lambda name: recorded[name][0], reverse=True)
+    damages = {}
+    with world.raise_together():
+        if not (path / MANIFEST).exists():
+            raise UserError(f"{path}: not visible from here: --output_dir must be one directory for all nodes")
+        for name in order[world.rank :: world.size]:
+            try:
+                check_file(path / name, recorded[name])
+            except Corrupt as error:
+                damages[name] = str(error)
+    all_damages = {name: text for part in world.gather(damages) for name, text in part.items()}
+    return next((all_damages[name] for name in recorded if name in all_damages), None)

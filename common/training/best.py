@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.checkpoint.checkpointer import Checkpointer
-from common.checkpoint.usable import damage_of
+from common.checkpoint.files import damage_of
 from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy

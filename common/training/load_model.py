@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common.checkpoint.usable import damage_of, newest_usable
+from common.checkpoint.files import damage_of, newest_usable
 from common.cli import UserError
 from common.distributed.shards import copy_to_shard
 from common.distributed.world import World

@@ -10,10 +10,11 @@ from common.checkpoint.files import (
     MANIFEST,
     TRAINER_STATE,
     check_nothing_was_completed,
+    damage_of,
+    newest_usable,
     read_listed,
     read_manifest,
 )
-from common.checkpoint.usable import damage_of, newest_usable
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.runs import list_checkpoints

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import usable
-from common.checkpoint.usable import damage_of, newest_usable
+from common.checkpoint import files
+from common.checkpoint.files import damage_of, newest_usable
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.files.safe_files import read_json, size_and_crc
@@ -171,8 +171,8 @@ def of_three(dataset, tmp_path_factory) -> Path:
 def _choose_and_count(out: Path, model: dict) -> None:
     """On a rank: which is the newest usable one, and which files were read for it."""
     read = []
-    check_file = usable.check_file
-    usable.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
+    check_file = files.check_file
+    files.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
     world = World(int(os.environ["RANK"]), 0, int(os.environ["WORLD_SIZE"]), torch.device("cpu"))
     torch.distributed.init_process_group("gloo")
     newest = newest_usable(out, world)

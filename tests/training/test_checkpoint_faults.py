@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint.usable import damage_of
+from common.checkpoint.files import damage_of
 from common.distributed.world import World
 from common.files.safe_files import JsonLinesLog
 from common.training.run_directory import RunDirectory

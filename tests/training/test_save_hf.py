@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from common.checkpoint.usable import damage_of
+from common.checkpoint.files import damage_of
 from common.distributed.world import World
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.small_disk import small_disk
