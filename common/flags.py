@@ -293,7 +293,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown and is_file_of_flags(unknown[0]):
             self.error(f"{unknown[0]}: a file of flags comes first, flags after it")
         if unknown:
-            self.error(self._unknown(unknown))
+            of_command_line = (word for word, name in self.options.items() if name not in self.file_only)
+            self.error(self._unknown(unknown, [*of_command_line]))
         return vars(namespace)
 
     def split(self, argv: list[str], file: str | None) -> list[tuple[str, list[str]]]:
@@ -322,7 +323,7 @@ class _Parser(argparse.ArgumentParser):
         words = {}
         for key, value in read_file_of_flags(name).items():
             if (dest := self.options.get(f"--{key}")) is None:
-                self.error(self._unknown([f"--{key}"]))
+                self.error(self._unknown([f"--{key}"], self.options))
             is_list = isinstance(value, list) and dest in self.lists
             if any(isinstance(each, dict | list) for each in (value if is_list else [value])):
                 kind = "an object" if isinstance(value, dict) else "a list"  # which may be nested too deeply to print
@@ -333,11 +334,11 @@ class _Parser(argparse.ArgumentParser):
         self.where = ""
         return words
 
-    def _unknown(self, words: list[str]) -> str:
-        """Unknown words, each with what to give in its place where that is known."""
+    def _unknown(self, words: list[str], options: Iterable[str]) -> str:
+        """Unknown words, each with what to give in its place where that is known: one of `options`, say."""
         messages: list[str] = []
         for word in words:
-            hint = self.elsewhere(word) or (did_you_mean(word, self.options) if word.startswith("--") else "")
+            hint = self.elsewhere(word) or (did_you_mean(word, options) if word.startswith("--") else "")
             if messages and not hint and not word.startswith("--"):  # the value of an unknown flag
                 flag, colon, its_hint = messages[-1].partition(": ")
                 messages[-1] = f"{flag} {word}{colon}{its_hint}"

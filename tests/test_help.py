@@ -146,6 +146,15 @@ def test_key_of_a_file_of_flags_is_no_flag_of_a_command_line(script, tmp_path):
             parse_run("", strategy, [str(file), *words])
 
 
+def test_key_of_a_file_of_flags_is_no_guess_at_a_word_of_a_command_line(tmp_path):
+    file, strategy = tmp_path / "run.yaml", load_script("train_ddp.py").DdpFlags
+    with pytest.raises(UserError, match=r"^unknown flag --triton_adam \(see"):
+        parse_run("", strategy, ["--triton_adam"])
+    file.write_text("triton_adam: true")
+    with pytest.raises(UserError, match="unknown flag --triton_adam: did you mean --triton_adamw?"):
+        parse_run("", strategy, [str(file)])
+
+
 def test_flag_that_replaces_a_key_of_a_file_of_flags_says_so(tmp_path, caplog):
     file, strategy = tmp_path / "run.yaml", load_script("train_ddp.py").DdpFlags
     file.write_text(yaml.safe_dump({"packs_per_step_schedule": "0:2,9:4", "dataset_dir": "x", "output_dir": "y"}))

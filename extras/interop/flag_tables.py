@@ -354,6 +354,7 @@ TRANSFORMERS = {
         *("label_names", "do_predict"),
     ),
     **none("none: less is better of a loss or a perplexity, more of the others", "greater_is_better"),
+    **none("none: --early_stopping_patience counts any gain as better", "early_stopping_threshold"),
     **none("none: plain cross-entropy, as ESM-2 was trained", "label_smoothing_factor", "neftune_noise_alpha"),
     **none("none: Transformer Engine has fused layers (--backend te)", "use_liger_kernel", "liger_kernel_config"),
     **none(

@@ -56,6 +56,10 @@ def test_table_is_what_the_error_says(program):
     ("line", "said"),
     [
         ("fp8_config.enabled=true", "fp8_config.enabled=true: here --fp8"),
+        (
+            "--early_stopping_threshold=1",
+            "--early_stopping_threshold=1: none: --early_stopping_patience counts any gain as better",
+        ),
         ("fp8_config.enabled=false", "fp8_config.enabled=false: here --fp8=false"),
         ("--use_fsdp", "--use_fsdp: use train_fsdp2.py"),
         ("--use-fsdp", "--use-fsdp: use train_fsdp2.py"),
