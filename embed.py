@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 from common.cli import run
-from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.process_group import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.flags import parse_arguments
 from extras.after.downstream.results import to_open

@@ -83,7 +83,7 @@ def measure(args: Arguments) -> dict:
 
     from common.compat import use_attention
     from common.data.crops import Pack
-    from common.distributed.run import keep_freed_memory
+    from common.distributed.process_group import keep_freed_memory
     from common.models.layers.compiling import compile_layers
     from common.models.layers.initialise import initialise
     from extras.families.decoders.config import DecoderConfig

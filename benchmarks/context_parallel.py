@@ -46,7 +46,7 @@ def measure(args: Arguments) -> dict | None:
 
     from common.data.collators import MaskingCollator, to_device
     from common.data.crops import Pack
-    from common.distributed.run import keep_freed_memory
+    from common.distributed.process_group import keep_freed_memory
     from common.distributed.world import World
     from extras.families.text.causal import CausalCollator
     from extras.speed.context_parallel import create_cp_groups

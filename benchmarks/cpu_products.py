@@ -49,7 +49,7 @@ def measure(args: Arguments) -> dict:
     """GF/s of each way and size, and which way a training run takes."""
     import torch
 
-    from common.distributed.run import keep_freed_memory
+    from common.distributed.process_group import keep_freed_memory
     from common.models.layers import cpu
     from common.models.layers.cpu import BF16_MATMULS, FP32_BY_ONEDNN
 

@@ -54,7 +54,7 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     """Seconds a step, of every round, of each recipe; for watched ones with statistics too: name + EVERY, + TENTH."""
     import torch
 
-    from common.distributed.run import keep_freed_memory
+    from common.distributed.process_group import keep_freed_memory
     from common.distributed.world import World
     from common.models.esm2.alphabet import MASK
     from common.models.esm2.config import load_config

@@ -28,7 +28,7 @@ from benchmarks.gpu_models import MAX_LENGTH, SIZES, check_choices, failure, gpu
 from benchmarks.measuring import publish, say, where_measured, words
 from common.cli import run
 from common.data.collators import to_device
-from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.process_group import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.config import esm2_config

@@ -32,7 +32,7 @@ from benchmarks.dry_run import KINDS
 from benchmarks.gpu_clocks import finish, matmul_tflops, watched
 from benchmarks.measuring import ROOT, torchrun, words
 from common.cli import run as run_main
-from common.distributed.run import distributed_run
+from common.distributed.process_group import distributed_run
 from common.distributed.world import World
 from common.training.arguments import RunArguments
 from common.training.log_row import peak_memory_gb

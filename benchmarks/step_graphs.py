@@ -25,7 +25,7 @@ from benchmarks.gpu_row import TIMED, steps_of
 from benchmarks.measuring import ROOT, completed, torchrun, words
 from common.cli import run as run_main
 from common.compat import CompileContext
-from common.distributed.run import distributed_run
+from common.distributed.process_group import distributed_run
 from common.models.layers.compiling import compile_layers
 from common.training.parse import parse_run
 from common.training.resume import ResumePlan

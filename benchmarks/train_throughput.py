@@ -57,7 +57,7 @@ def measure(args: Arguments) -> dict:
     from common.data.loader import PlannedOrder, TrainLoader
     from common.data.packing import BatchPlan
     from common.data.token_store import open_split
-    from common.distributed.run import keep_freed_memory
+    from common.distributed.process_group import keep_freed_memory
     from common.models.esm2.config import load_config
     from common.models.esm2.model import Esm2ForMaskedLM
     from common.models.layers.compiling import compile_layers

@@ -37,7 +37,7 @@ from common.checkpoint.files import CONFIG, TRAINER_STATE, reason_of
 from common.checkpoint.pinned_stager import PinnedStager, share_of
 from common.checkpoint.writer import METADATA, Writer, shard_name
 from common.cli import INTERRUPTED, UserError
-from common.distributed.run import exit_if_peer_lost, is_peer_lost
+from common.distributed.process_group import exit_if_peer_lost, is_peer_lost
 from common.distributed.world import PeerFailed, World
 from common.files.safe_files import size_and_crc, sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag

@@ -14,7 +14,7 @@ from typing import Any, Self
 from common.checkpoint.checkpointer import CheckpointFlags
 from common.cli import UserError
 from common.data.flags import BatchFlags
-from common.distributed.run import ProcessFlags
+from common.distributed.process_group import ProcessFlags
 from common.distributed.strategy import StrategyFlags
 from common.flags import Flags, Missing, flag
 from common.hooks import extra

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.checkpoint.checkpointer import SaveSchedule
 from common.data.loader import merge_positions
-from common.distributed.run import distributed_run
+from common.distributed.process_group import distributed_run
 from common.distributed.stopping import Preempted
 from common.distributed.world import World
 from common.files.runs import FINAL_MODEL

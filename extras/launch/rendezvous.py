@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.cli import one_line
 from common.compat import NodeDesc, RendezvousState, rendezvous_has_time_zones, set_tcp_store_factory
-from common.distributed.run import LOOPBACK, is_loopback, join_store, serve_store
+from common.distributed.process_group import LOOPBACK, is_loopback, join_store, serve_store
 
 LARGEST = 1 << 24  # bytes of JSON: some 100,000 nodes
 SUFFIX = "-json"  # of the names of these backends

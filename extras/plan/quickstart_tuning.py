@@ -22,7 +22,7 @@ import torch
 from common.cli import run
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import open_data
-from common.distributed.run import distributed_run
+from common.distributed.process_group import distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.files.safe_files import write_json

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from common.cli import BAD_INPUT, UserError, run
-from common.distributed.run import exit_now
+from common.distributed.process_group import exit_now
 from common.distributed.world import World
 from common.files.safe_files import write_json
 from common.flags import Flags, flag, parse_arguments

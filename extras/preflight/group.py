@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError, one_line
-from common.distributed.run import join_store, serve_store, store_host, use_loopback_interface
+from common.distributed.process_group import join_store, serve_store, store_host, use_loopback_interface
 from common.distributed.world import World
 from extras.preflight.network import check_nccl_log
 from extras.preflight.node import existing

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from common.data.workers import deliver
 from common.distributed import stopping
-from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.process_group import ProcessFlags, distributed_run
 from common.distributed.stopping import StopRequest, die_with_parent, stop_with_launcher
 from tests.live_runs import is_running, wait_until
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed import run, watchdog
+from common.distributed import process_group, watchdog
 from common.distributed.fsdp import init_mesh, set_group_timeouts
-from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.process_group import ProcessFlags, distributed_run
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
 
@@ -130,7 +130,7 @@ def test_distributed_run_keeps_the_traceback_of_a_bug():
 
 def test_set_nccl_defaults_keeps_the_users_settings(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RDMAV_FORK_SAFE": "0"})
-    run.set_nccl_defaults(1800)
+    process_group.set_nccl_defaults(1800)
     assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
     assert (os.environ["FI_EFA_FORK_SAFE"], os.environ["RDMAV_FORK_SAFE"]) == ("1", "0")
 

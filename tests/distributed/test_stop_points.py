@@ -19,7 +19,7 @@ from types import FrameType
 import pytest
 
 from common.checkpoint.checkpointer import Checkpointer
-from common.distributed import run
+from common.distributed import process_group
 from common.distributed.stopping import StopRequest
 from common.training import loop
 from common.training.step import Stepper
@@ -32,7 +32,7 @@ STEPS_A_ROUND = 2  # of a run that no signal stops
 FLAGS = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": 2, "dataloader_num_workers": 2}
 FLAGS |= {"per_device_train_batch_size": 1, "save_final_model": False}
 MARKERS = {  # the function whose call begins a phase, which lasts until the next one
-    run._exit_status.__wrapped__: "setup",  # the handlers are there
+    process_group._exit_status.__wrapped__: "setup",  # the handlers are there
     StopRequest.save_first: "first batch",
     Popen._launch: "fork",
     Stepper.step: "step",

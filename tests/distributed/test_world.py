@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.distributed import run
+from common.distributed import process_group
 from common.distributed import world as messages
-from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.process_group import ProcessFlags, distributed_run
 from common.distributed.world import Mesh, World
 from tests.training_fixtures import free_port, on_ranks
 
@@ -106,9 +106,9 @@ def test_store_of_this_attempt_fails_soon_without_launcher(monkeypatch):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(run, "AGENT_S", 1)
+    monkeypatch.setattr(process_group, "AGENT_S", 1)
     with pytest.raises(RuntimeError, match="connect"):
-        run._store_of_this_attempt(World(0, 0, 2, torch.device("cpu")), timeout_s=1800)
+        process_group._store_of_this_attempt(World(0, 0, 2, torch.device("cpu")), timeout_s=1800)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common.data.collators import to_device
-from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.process_group import ProcessFlags, distributed_run
 from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model

@@ -283,7 +283,7 @@ def test_decoder_refuses_checkpoint_of_other_model(text, two_ranks, tmp_path):
 
 def _initial_rows(argv: list[str], directory: str) -> None:
     """Every rank writes the rows of the initial weights that it holds."""
-    from common.distributed.run import distributed_run
+    from common.distributed.process_group import distributed_run
     from common.distributed.shards import local_shard
 
     script = load_script("train_fsdp2.py")

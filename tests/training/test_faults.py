@@ -14,7 +14,7 @@ import torch
 
 from common.cli import UserError
 from common.data.workers import deliver
-from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.process_group import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.training.run_directory import clear
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.distributed.run import distributed_run
+from common.distributed.process_group import distributed_run
 from common.distributed.world import World
 from common.models.layers.initialise import count_parameters
 from common.training.load_model import load_model

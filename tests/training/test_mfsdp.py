@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed.run import distributed_run
+from common.distributed.process_group import distributed_run
 from common.distributed.world import World
 from common.flags import with_flags
 from common.training.load_model import load_model

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from common.distributed.run import join_store, serve_store, store_host, use_loopback_interface
+from common.distributed.process_group import join_store, serve_store, store_host, use_loopback_interface
 from extras.launch import rendezvous
 from tests.forked import Script
 from tests.live_runs import ranks_of, wait_until

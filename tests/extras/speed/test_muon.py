@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.distributed.fsdp import FullySharded, init_mesh
-from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.process_group import ProcessFlags, distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.esm2.config import esm2_config
