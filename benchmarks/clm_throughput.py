@@ -88,7 +88,7 @@ def measure(args: Arguments) -> dict:
     from common.models.layers.initialise import initialise
     from extras.families.decoders.config import DecoderConfig
     from extras.families.decoders.model import DecoderForCausalLM
-    from extras.families.text.causal import CausalCollator
+    from extras.families.text.contexts import CausalCollator
     from extras.families.text.tokenizers import BYTES, load_tokenizer
 
     name, mode, dtype, tuned = args.worker.split(":")

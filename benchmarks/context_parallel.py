@@ -48,7 +48,7 @@ def measure(args: Arguments) -> dict | None:
     from common.data.crops import Pack
     from common.distributed.process_group import keep_freed_memory
     from common.distributed.world import World
-    from extras.families.text.causal import CausalCollator
+    from extras.families.text.contexts import CausalCollator
     from extras.speed.context_parallel import create_cp_groups
     from extras.speed.cp_batches import SlicingCollator
     from extras.speed.cp_model import enable_context_parallel

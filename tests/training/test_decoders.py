@@ -22,7 +22,7 @@ from common.training.load_model import load_model
 from common.training.parse import parse_run
 from extras.export import export
 from extras.families.decoders.convert import ADAPTER
-from extras.families.text.causal import causal_batches
+from extras.families.text.contexts import causal_batches
 from extras.families.text.data import open_text
 from extras.families.text.tokenizers import ByteTokenizer
 from tests.data_fixtures import load_script

@@ -25,7 +25,7 @@ from common.training.protein_losses import Evaluation
 from common.training.task import Task
 from extras.families.decoders.causal_arguments import CausalArguments
 from extras.families.decoders.config import TRAINED_CONTEXT
-from extras.families.text.causal import causal_batches
+from extras.families.text.contexts import causal_batches
 from extras.families.text.data import TextData, held_out_contexts, open_text
 from extras.families.text.tokenizers import check_vocabulary, open_tokenizer
 

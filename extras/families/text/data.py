@@ -20,7 +20,7 @@ from common.data.loader import Order, PlannedOrder, evaluation_batches
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import EVAL_SEED, PlannedData
 from common.distributed.world import World
-from extras.families.text.causal import ContextPlan
+from extras.families.text.contexts import ContextPlan
 from extras.families.text.flags import TextFlags
 from extras.families.text.store import TextMemory, TextStore, open_text_split, tokenize_files
 from extras.families.text.streams import WINDOW_BYTES, WINDOW_DOCUMENTS, plan_text_streams

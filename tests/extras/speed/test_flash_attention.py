@@ -22,8 +22,8 @@ from common.distributed.world import World
 from common.flags import checked
 from common.models.layers import attention
 from common.models.layers.backend import BackendFlags, Heads
-from common.training.progress import TrainerState
 from common.training.results import training_results
+from common.training.trainer_state import TrainerState
 from extras.speed import block_attention
 from extras.speed.flash_attention import FA4_REQUIREMENT, TOLERANCE, choose_kernels, lacking, worst_difference
 from tests.training_fixtures import ROOT

@@ -23,7 +23,7 @@ from extras.families.decoders.config import GUIDE_RUNS, PRESETS, DecoderConfig, 
 from extras.families.decoders.convert import ADAPTER
 from extras.families.decoders.layers import rotary_frequencies
 from extras.families.decoders.model import DecoderForCausalLM, vocabulary_loss
-from extras.families.text.causal import causal_batches
+from extras.families.text.contexts import causal_batches
 from extras.families.text.flags import TextFlags
 
 # vocabulary, kv heads, ffn, hidden, layers, heads, rope theta, parameters: of the publications and the Hub

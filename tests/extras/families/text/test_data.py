@@ -18,7 +18,7 @@ from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh, World
 from common.flags import changed_defaults, with_flags
 from common.training.same_run import check_same_data
-from extras.families.text.causal import ContextPlan, causal_batches
+from extras.families.text.contexts import ContextPlan, causal_batches
 from extras.families.text.data import held_out_contexts, open_text
 from extras.families.text.flags import TextFlags
 from extras.families.text.store import TextMemory, TextStore
@@ -126,7 +126,7 @@ def test_text_of_hub_is_read_in_place(tmp_path, streaming):
 READ = """
 import json, sys
 from common import cli
-from extras.families.text.causal import causal_batches
+from extras.families.text.contexts import causal_batches
 from common.data.packs_per_step import PacksPerStep
 from common.data.loader import TrainLoader
 from common.distributed.world import Mesh

@@ -13,7 +13,7 @@ import pytest
 from common.cli import UserError
 from common.data.loader import TrainLoader, merge_positions
 from common.distributed.world import Mesh
-from extras.families.text.causal import CausalCollator
+from extras.families.text.contexts import CausalCollator
 from extras.prepare.sources.sequence_files import ROW_BITS
 from extras.prepare.sources.streams import StreamedOrder
 from tests.extras.families.text.fixtures import decoded, flow, plan_of, texts, write_c4, write_jsonl

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.data.crops import Pack
-from extras.families.text.causal import CausalCollator
+from extras.families.text.contexts import CausalCollator
 from extras.families.text.tokenizers import Pieces
 
 IDS = np.arange(40000, 40000 + 23, dtype=np.uint16)  # two contexts of 8 and a shorter one
