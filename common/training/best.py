@@ -19,9 +19,9 @@ from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy
 from common.training.arguments import BestFlags
-from common.training.progress import RunPlan, TrainerState
 from common.training.resume import read_state
 from common.training.task import BuiltModel
+from common.training.trainer_state import RunPlan, TrainerState
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from common.models.layers.model_card import Training
 from common.software import software
 from common.training.arguments import RunArguments
 from common.training.evaluation import Evaluator
-from common.training.progress import RunPlan, TrainerState
 from common.training.run_logger import RunLogger
 from common.training.same_run import short_identity
 from common.training.task import BuiltModel, Task
+from common.training.trainer_state import RunPlan, TrainerState
 
 logger = logging.getLogger(__name__)
 

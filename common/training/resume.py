@@ -19,8 +19,8 @@ from common.cli import UserError
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.models.layers.backend import BACKENDS, KEPT_ON_RESUME
-from common.training.progress import TrainerState
 from common.training.same_run import check_same_data, check_same_model, check_same_start
+from common.training.trainer_state import TrainerState
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from common.training.best import Best
 from common.training.evaluation import Evaluator
 from common.training.optim import set_hyperparameters
 from common.training.parse import task_of
-from common.training.progress import RunPlan, TrainerState, plan_run
 from common.training.results import announce
 from common.training.resume import ResumePlan
 from common.training.run_directory import RunDirectory
@@ -26,6 +25,7 @@ from common.training.run_logger import RunLogger
 from common.training.step import Stepper
 from common.training.step_monitor import StepMonitor
 from common.training.task import Build, BuiltModel, Task
+from common.training.trainer_state import RunPlan, TrainerState, plan_run
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 from common.cli import UserError
 from common.console import duration, is_terminal
 from common.distributed.world import World
-from common.training.progress import RunPlan
+from common.training.trainer_state import RunPlan
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from common.checkpoint.files import reason_of
 from common.checkpoint.reader import open_checkpoint
 from common.cli import UserError
 from common.models.esm2.config import load_config
-from common.training.progress import TrainerState
+from common.training.trainer_state import TrainerState
 from extras.export import choose, export
 from extras.interop.stored_tensors import StoredTensors
 from tests.forked import run_script

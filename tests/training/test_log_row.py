@@ -14,7 +14,7 @@ from common.data.loader import StepCounts
 from common.distributed.world import World
 from common.training import log_row
 from common.training.log_row import FIELDS, RowWindow, StepRecord, StepResult
-from common.training.progress import TrainerState
+from common.training.trainer_state import TrainerState
 from extras.publish.trackers import grouped
 from tests.data_fixtures import load_script
 from tests.live_runs import trajectory

@@ -18,9 +18,9 @@ from common.flags import flat
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.log_row import StepResult
 from common.training.loop import train as train_model
-from common.training.progress import RunPlan, TrainerState, plan_run
 from common.training.results import training_results
 from common.training.same_run import check_same_data
+from common.training.trainer_state import RunPlan, TrainerState, plan_run
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, rows, train
 

@@ -1,4 +1,4 @@
-"""How far a run is: the trainer state in a checkpoint, and the steps that flags and data resolve to."""
+"""The trainer state in a checkpoint: how far a run is; and the steps that flags and data resolve to (`RunPlan`)."""
 
 from __future__ import annotations
 
