@@ -17,9 +17,9 @@ from common.distributed.world import World
 from common.flags import flag
 from common.models.layers.recompute import save_activations
 from common.training.arguments import RunArguments
+from common.training.command_line import parse_run
 from common.training.load_model import load_model
 from common.training.loop import train
-from common.training.parse import parse_run
 from common.training.task import BuiltModel
 
 

@@ -26,9 +26,9 @@ from common.hooks import extra
 from common.models.layers.initialise import count_parameters
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.arguments import RunArguments
+from common.training.command_line import parse_run
 from common.training.load_model import load_model
 from common.training.loop import train
-from common.training.parse import parse_run
 from common.training.task import BuiltModel
 
 STRATEGIES = {

@@ -19,9 +19,9 @@ from common.distributed.world import World
 from common.flags import Missing, flag
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.arguments import RunArguments
+from common.training.command_line import parse_run
 from common.training.load_model import load_model
 from common.training.loop import train
-from common.training.parse import parse_run
 from common.training.task import BuiltModel
 from extras.speed.megatron import STRATEGIES, MegatronSharded
 

@@ -20,7 +20,7 @@ from benchmarks.measuring import ROOT, completed, publish, say, torchrun, where_
 from common.cli import run
 from common.flags import Flags, flag, parse_arguments
 from common.training.arguments import RunArguments
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from extras.plan.dry_run.memory_estimate import fake_run
 
 FSDP2, MFSDP = "train_fsdp2", "train_mfsdp"

@@ -35,7 +35,7 @@ from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.backend import te_missing
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from common.training.resume import ResumePlan
 from common.training.set_up import set_up
 from train_ddp import DdpFlags, build

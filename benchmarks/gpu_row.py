@@ -35,8 +35,8 @@ from common.cli import run as run_main
 from common.distributed.process_group import distributed_run
 from common.distributed.world import World
 from common.training.arguments import RunArguments
+from common.training.command_line import parse_run
 from common.training.log_row import peak_memory_gb
-from common.training.parse import parse_run
 from common.training.resume import ResumePlan
 from common.training.run_logger import peak_flops
 from common.training.set_up import Run, set_up

@@ -40,8 +40,8 @@ from common.distributed.world import World
 from common.files.safe_files import read_json_lines
 from common.flags import Flags, flag, parse_arguments
 from common.models.layers.backend import BF16_SINCE
+from common.training.command_line import parse_run, task_of
 from common.training.load_model import load_model
-from common.training.parse import parse_run, task_of
 from extras.formats.recipe import ADA
 from extras.prepare.sample import write_sample
 from train_ddp import DdpFlags

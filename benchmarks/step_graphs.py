@@ -27,7 +27,7 @@ from common.cli import run as run_main
 from common.compat import CompileContext
 from common.distributed.process_group import distributed_run
 from common.models.layers.compiling import compile_layers
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from common.training.resume import ResumePlan
 from common.training.set_up import set_up
 

@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 from common.cli_help import FlagSpec  # noqa: E402
 from common.flags import changed_defaults, flag_specs  # noqa: E402
 from common.training.arguments import RunArguments  # noqa: E402
+from common.training.command_line import arguments_of  # noqa: E402
 from common.training.masked_lm import TrainArguments  # noqa: E402
-from common.training.parse import arguments_of  # noqa: E402
 from extras.families.decoders.causal_arguments import CausalArguments  # noqa: E402
 from extras.interop.flag_tables import ACCELERATE, RECIPE, TRANSFORMERS, Ours  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402

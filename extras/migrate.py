@@ -72,7 +72,7 @@ def _in_words(ours: Ours, words: list[str]) -> str:
 def script_with(option: str, task: str) -> str:
     """Which of the train scripts has an option; "" if none has."""
     from common.flags import flag_specs
-    from common.training.parse import arguments_of
+    from common.training.command_line import arguments_of
 
     for script in STRATEGIES:
         with suppress(ImportError):  # installed without the scripts
@@ -173,7 +173,7 @@ def _of_decoder(words: list[str]) -> bool:
 def _flags(made: Translation, given: list[str], theirs: str) -> None:
     """The script's flags."""
     from common.flags import changed_defaults, flag_specs, is_file_of_flags
-    from common.training.parse import COUNTERPARTS, RECIPE_CONFIGS, arguments_of, task_name
+    from common.training.command_line import COUNTERPARTS, RECIPE_CONFIGS, arguments_of, task_name
     from extras.families.decoders.causal_arguments import CausalArguments, without_comments
 
     if given and is_file_of_flags(given[0]):
@@ -316,7 +316,7 @@ def _steps(made: Translation, steps: dict[str, str]) -> None:
 
 def check(made: Translation) -> None:
     """UserError if the script refuses the translated flags."""
-    from common.training.parse import parse_run
+    from common.training.command_line import parse_run
 
     if made.script in STRATEGIES and made.argv:
         argv = [str(ROOT / made.config), *made.flags] if made.config else made.flags

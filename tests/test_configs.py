@@ -19,7 +19,7 @@ from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.flags import flat
 from common.models.esm2.alphabet import ESM2_TOKENS
-from common.training import parse as tasks
+from common.training import command_line as tasks
 from extras.families.decoders.config import GUIDE_RUNS, PRESETS
 from extras.prepare.sample import SAMPLE
 from tests.conftest import ROOT

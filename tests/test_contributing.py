@@ -50,7 +50,7 @@ def test_schedule_is_one_function(checkout):
 import extras
 from common.distributed.strategy import StrategyFlags
 from common.flags import changed_defaults, flag_specs
-from common.training.parse import arguments_of
+from common.training.command_line import arguments_of
 from common.training.schedule import ScheduleFlags
 from extras.families.decoders.causal_arguments import DecayFlags
 

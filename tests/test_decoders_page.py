@@ -7,7 +7,7 @@ import re
 import torch
 
 from common.flags import flag_specs, groups
-from common.training.parse import arguments_of
+from common.training.command_line import arguments_of
 from extras.families.decoders.config import PRESETS
 from extras.families.decoders.model import DecoderForCausalLM
 from tests.conftest import ROOT

@@ -18,7 +18,7 @@ from common.data.flags import DataFlags
 from common.flags import Flags, changed_defaults, checked, flag, flag_specs, flat, parse_arguments, with_flags
 from common.models.esm2.family import ModelFlags
 from common.training.arguments import RunArguments
-from common.training.parse import arguments_of, parse_run
+from common.training.command_line import arguments_of, parse_run
 from tests.conftest import ROOT
 from tests.data_fixtures import environment, load_script
 from tests.forked import run_script

@@ -106,7 +106,7 @@ def load_model(
     chosen = {"attention": choice.attention, "bf16_residual": choice.bf16_residual}
     built = BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, static_shape=static_shape, **chosen)
     if graphs and backend == "te":
-        from common.training.parse import task_of
+        from common.training.command_line import task_of
 
         with world.raise_together():
             extra().record_graphs(task_of(args)(built, args, world))

@@ -15,9 +15,9 @@ from common.flags import flat
 from common.models.layers.compiling import FirstStep
 from common.training.arguments import RunArguments
 from common.training.best import Best
+from common.training.command_line import task_of
 from common.training.evaluation import Evaluator
 from common.training.optim import set_hyperparameters
-from common.training.parse import task_of
 from common.training.results import announce
 from common.training.resume import ResumePlan
 from common.training.run_directory import RunDirectory

@@ -11,7 +11,7 @@ from common.cli import UserError
 from common.flags import flat
 from common.models.layers.config_base import override
 from common.training.arguments import RunArguments
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from extras.families.decoders.config import PRESETS
 from extras.migrate import STRATEGIES, strategy_of
 from extras.prepare.sample import SAMPLE

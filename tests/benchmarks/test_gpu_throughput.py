@@ -21,7 +21,7 @@ from benchmarks.gpu_throughput import Arguments
 from benchmarks.measuring import words
 from common.cli import UserError
 from common.flags import checked
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from extras.plan.dry_run.dry_run import GIB
 from tests.forked import ROOT, run_script
 from tests.patience import run

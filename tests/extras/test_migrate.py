@@ -11,7 +11,7 @@ import pytest
 
 from common.cli import UserError
 from common.flags import flag_specs, flat
-from common.training.parse import TASKS, arguments_of, parse_run
+from common.training.command_line import TASKS, arguments_of, parse_run
 from extras.interop.flag_tables import CLM_DEFAULTS, PROGRAMS, RECIPE, RECIPE_OBJECTS, TRAINER_DEFAULTS
 from extras.migrate import STRATEGIES, check, hint, main, strategy_of, translate
 

@@ -16,7 +16,7 @@ import pytest
 
 from common.cli import UserError
 from common.flags import flat, parse_arguments
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, load_script
 from tests.guides.session import ROOT, Call, Typed, run_in_pod
 from tests.ops.manifests import containers, pods

@@ -98,7 +98,7 @@ def own_dataset(flag: str) -> Check:
 
 def rates_of_the_logs(here: Here) -> None:
     """Llama's log over 100 steps without warm-up, Mathstral's over 5,000 with one of 16; a line has the next."""
-    from common.training.parse import parse_run
+    from common.training.command_line import parse_run
     from tests.data_fixtures import load_script
 
     for steps, at, expected in (

@@ -15,8 +15,8 @@ from common.data.packing import BatchPlan
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
 from common.flags import flat
+from common.training.command_line import parse_run
 from common.training.optim import OptimizerFlags
-from common.training.parse import parse_run
 from tests.data_fixtures import load_script
 from tests.ops.manifests import (
     EKS_GUIDE,

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from common.flags import flat
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from extras.families.decoders.config import GUIDE_RUNS, PRESETS
 from tests.data_fixtures import load_script
 from tests.ops.manifests import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.distributed.strategy import ReplicaFlags
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from tests.ops.manifests import GUIDE, ROOT, TRAINING, containers, job_of, render, run_shell, values
 
 WEIGHTS = "/fsx-shared/first/final_model"

@@ -10,7 +10,7 @@ import pytest
 
 from common.cli import UserError
 from common.flags import flag_specs, flat
-from common.training.parse import COUNTERPARTS, TASKS, arguments_of, parse_run, task_name
+from common.training.command_line import COUNTERPARTS, TASKS, arguments_of, parse_run, task_name
 from common.training.schedule import SCHEDULES
 from extras.families.decoders.causal_arguments import CausalArguments
 from extras.families.decoders.config import PRESETS

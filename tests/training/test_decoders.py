@@ -18,8 +18,8 @@ from common.cli import UserError
 from common.data.loader import TrainLoader
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import World
+from common.training.command_line import parse_run
 from common.training.load_model import load_model
-from common.training.parse import parse_run
 from extras.export import export
 from extras.families.decoders.convert import ADAPTER
 from extras.families.text.contexts import causal_batches

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from common.data.training_data import evaluation_masks, held_out_batches, open_data
 from common.distributed.world import World
 from common.models.family import FAMILIES
+from common.training.command_line import parse_run
 from common.training.evaluation import METRICS
 from common.training.masked_lm import TrainArguments
-from common.training.parse import parse_run
 from tests.data_fixtures import load_script
 from tests.models.test_toy_family import REGISTERED, toy  # noqa: F401  (a fixture)
 from tests.models.toy_family.family import FAMILY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.distributed.strategy import ReplicaFlags
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from common.training.results import describe_weights, warn_of_unused_weights
 from tests.training_fixtures import train
 

@@ -14,10 +14,10 @@ from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.precision import Precision
 from common.shape_buckets import predicted_positions
+from common.training.command_line import parse_run
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
 from common.training.optim import build_adamw
-from common.training.parse import parse_run
 from common.training.step import Stepper
 from common.training.task import BuiltModel
 from extras.interop.hf_backend import StockEsm

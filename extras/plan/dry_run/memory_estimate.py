@@ -25,7 +25,7 @@ from common.flags import with_flags
 from common.hooks import extra
 from common.models.layers.cpu import as_on_a_gpu
 from common.training.arguments import RunArguments
-from common.training.parse import task_of
+from common.training.command_line import task_of
 from common.training.task import Build
 from extras.plan.dry_run.memory_tracker import (
     BACKWARD,

@@ -29,7 +29,7 @@ from common.distributed.world import World
 from common.files.safe_files import replace_flushed, write_json
 from common.flags import flat, with_flags
 from common.training.arguments import RunArguments
-from common.training.parse import task_of
+from common.training.command_line import task_of
 from common.training.protein_losses import ProteinLosses, read_losses, write_losses
 from common.training.run_directory import RunDirectory
 from common.training.step import Stepper, StepPrefetcher

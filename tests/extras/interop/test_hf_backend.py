@@ -14,7 +14,7 @@ from common.compat import use_attention
 from common.distributed.world import World
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import ADAPTER
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from extras.interop.hf_backend import StockEsm, check
 from tests.data_fixtures import load_script
 from tests.models.reference import packed, random_batch, reference_model

@@ -22,7 +22,7 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.models.layers.recompute import save_activations
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from extras.speed import fused_gelu
 from tests.data_fixtures import load_script
 from tests.extras.speed import quack_on_cpu

@@ -12,7 +12,7 @@ from common.cli import UserError
 from common.flags import with_flags
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
-from common.training.parse import parse_run
+from common.training.command_line import parse_run
 from extras.plan.dry_run import auto_pack
 from extras.plan.dry_run.dry_run import GIB, hybrid, largest_pack
 from extras.plan.dry_run.memory_estimate import MemoryEstimate, fake_run

@@ -13,9 +13,9 @@ from common.cli import UserError
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.training.command_line import parse_run
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
-from common.training.parse import parse_run
 from common.training.protein_losses import read_losses
 from extras.plan.find_learning_rate.search import (
     DIRECTORY,
