@@ -37,7 +37,14 @@ from common.training.task import Build, Task
 from common.training.trainer_state import TrainerState, plan_run
 from common.training.verdict import held_out_key
 from extras.plan.find_learning_rate.report import Found, advice, draw, line, table
-from extras.plan.find_learning_rate.trials import Trial, has_diverged, next_rate, read_results, recommended
+from extras.plan.find_learning_rate.trials import (
+    Trial,
+    has_diverged,
+    losses_file,
+    next_rate,
+    read_results,
+    recommended,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -174,11 +181,6 @@ class Search:
             f"{self.args.checkpoint.output_dir}/{DIRECTORY}: {what} have changed since its first trials: remove it to "
             "search again"
         )
-
-
-def losses_file(directory: Path, rate: float) -> Path:
-    """The file of the held-out proteins' losses after a trial; rate 0: of the starting weights."""
-    return directory / f"losses-{rate:g}.parquet"
 
 
 def find_learning_rate(

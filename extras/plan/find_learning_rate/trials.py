@@ -104,6 +104,11 @@ def has_diverged(losses: list[float]) -> bool:
     return len(losses) > DIVERGED_STEPS and sum(last) / len(last) > losses[0] + DIVERGED_NATS
 
 
+def losses_file(directory: Path, rate: float) -> Path:
+    """The file of the held-out proteins' losses after a trial; rate 0: of the starting weights."""
+    return directory / f"losses-{rate:g}.parquet"
+
+
 def read_results(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """{} if there are none yet. UserError for those of other settings, and for a file that holds anything else."""
     if not path.exists():

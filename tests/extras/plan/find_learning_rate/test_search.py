@@ -23,9 +23,8 @@ from extras.plan.find_learning_rate.search import (
     RESULTS,
     TABLE,
     find_learning_rate,
-    losses_file,
 )
-from extras.plan.find_learning_rate.trials import LAST_PART
+from extras.plan.find_learning_rate.trials import LAST_PART, losses_file
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.training_fixtures import _main, arguments, flags_of, on_ranks
