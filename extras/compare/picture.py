@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.files.runs import BASELINES
 from common.files.safe_files import replace_flushed
-from extras.compare.runs import Group, Run
-from extras.report import NAMES
+from extras.compare.runs import Group, Run, baselines, unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,17 +82,3 @@ def _curve(run: Run) -> np.ndarray:
     points = [(row.get("tokens", 0), row[run.key]) for row in run.evaluations if run.key in row]
     curve = np.array(points, dtype=np.float64).reshape(-1, 2)
     return curve[np.isfinite(curve).all(1)]
-
-
-def baselines(groups: Sequence[Group]) -> list[tuple[str, float]]:
-    """(name, loss) of predictors that are not the model, on the same residues, as the first run that has them."""
-    runs = [run for group in groups for run in group.runs]
-    values = []
-    for name, _ in BASELINES:
-        key = f"eval_{name}_loss{runs[0].key.removeprefix('eval_loss')}"
-        values += [(NAMES[name], run.last[key]) for run in runs if key in run.last][:1]
-    return values
-
-
-def unit(run: Run) -> str:
-    return "nats per " + ("token" if run.is_decoder else "hidden residue")

@@ -11,8 +11,7 @@ from typing import Any
 
 from common.files.safe_files import replace_flushed, shorten
 from extras.compare.paired import Difference, mean_over_seeds, verdict
-from extras.compare.picture import baselines, unit
-from extras.compare.runs import Group, differences, without_effect
+from extras.compare.runs import Group, baselines, differences, unit, without_effect
 
 NO_PAIRS = (
     "No paired error: the evaluation of a decoder keeps no losses per sequence, as its contexts are cut from one "

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.checkpoint.checkpointer import CheckpointFlags
 from common.cli import UserError, one_line
-from common.files.runs import METRICS, list_checkpoints, read_run_info
+from common.files.runs import BASELINES, METRICS, list_checkpoints, read_run_info
 from common.files.safe_files import read_json_lines
 from common.training.arguments import DownstreamFlags, DryRunFlags, LearningRateFlags
 from common.training.curves import read_results
@@ -23,6 +23,7 @@ from common.training.run_logger import LogFlags
 from common.training.same_run import FREE_TO_CHANGE, short_identity
 from common.training.verdict import held_out_key
 from extras.plan.find_learning_rate.search import WITHOUT_EFFECT as OF_LOADING
+from extras.report import NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +252,20 @@ def _differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 def without_effect(groups: Sequence[Group]) -> list[str]:
     """Names of the flags that differ and change no loss."""
     return sorted(_differing([run.without_effect for group in groups for run in group.runs]))
+
+
+def baselines(groups: Sequence[Group]) -> list[tuple[str, float]]:
+    """(name, loss) of predictors that are not the model, on the same residues, as the first run that has them."""
+    runs = [run for group in groups for run in group.runs]
+    values = []
+    for name, _ in BASELINES:
+        key = f"eval_{name}_loss{runs[0].key.removeprefix('eval_loss')}"
+        values += [(NAMES[name], run.last[key]) for run in runs if key in run.last][:1]
+    return values
+
+
+def unit(run: Run) -> str:
+    return "nats per " + ("token" if run.is_decoder else "hidden residue")
 
 
 def _labelled(groups: Sequence[list[Run]]) -> list[Group]:
