@@ -16,7 +16,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.after.downstream.results import named_tables
 from extras.after.inference.correlation import spearman
 from extras.after.inference.encoder import Encoder, EncoderFlags
-from extras.after.inference.mutation_scores import Variant, check_letters, quoted, score, undo
+from extras.after.inference.mutation_scores import Variant, check_letters, quoted, score
 from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
@@ -26,6 +26,7 @@ from extras.after.inference.mutation_tables import (
     measured_of,
     read_rows,
     variants_of,
+    wild_type_of,
 )
 from extras.prepare.sources.proteins import read_residues
 
@@ -38,20 +39,6 @@ class Table(NamedTuple):
 
     variants: list[Variant]
     measured: list[float]
-
-
-def wild_type_of(rows: Sequence[dict[str, str]], path: Path) -> bytes:
-    """The one protein whose mutations the rows are. UserError names the first row that comes of another."""
-    wild_type = b""
-    for line, row in enumerate(rows, 2):
-        of_row = undo(row[MUTANT], row[SEQUENCE], f"{path}, row {line}")
-        if wild_type and of_row != wild_type:
-            raise UserError(
-                f"{path}, row {line}: {quoted(row[MUTANT])}: without it {SEQUENCE} is another protein than in row 2: "
-                f"correct it, or put the proteins into {path.with_suffix('.fasta').name}, and a column {PROTEIN!r}"
-            )
-        wild_type = of_row
-    return wild_type
 
 
 def read_table(path: Path) -> Table:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from common.cli import UserError, one_line
-from extras.after.inference.mutation_scores import Variant, compare, parse_variant, quoted
+from extras.after.inference.mutation_scores import Variant, compare, parse_variant, quoted, undo
 from extras.prepare.sources.compression import HEAD_BYTES, detect_non_text, open_decompressed, strip_compression
 
 MUTANT, PROTEIN = "mutant", "protein"
@@ -122,6 +122,20 @@ def variants_of(
             else parse_variant(cell, proteins[name], where, columns.first_residue)
         )
     return variants
+
+
+def wild_type_of(rows: Sequence[dict[str, str]], path: Path) -> bytes:
+    """The one protein whose mutations the rows are. UserError names the first row that comes of another."""
+    wild_type = b""
+    for line, row in enumerate(rows, 2):
+        of_row = undo(row[MUTANT], row[SEQUENCE], f"{path}, row {line}")
+        if wild_type and of_row != wild_type:
+            raise UserError(
+                f"{path}, row {line}: {quoted(row[MUTANT])}: without it {SEQUENCE} is another protein than in row 2: "
+                f"correct it, or put the proteins into {path.with_suffix('.fasta').name}, and a column {PROTEIN!r}"
+            )
+        wild_type = of_row
+    return wild_type
 
 
 def measured_of(column: str, rows: Sequence[dict[str, str]], path: str | Path) -> list[float]:
