@@ -78,7 +78,7 @@ def examples_of(
     """
     features, baseline, texts, groups, splits, about = [], [], [], [], [], []
     for row, embedding in zip(rows, embedded, strict=True):
-        split = row.split or ("test" if is_held_out(row.group) else "train")
+        split = row.split or split_of(row.group, (0.0, TEST_SHARE))
         if embedding is None or embedding.ndim == 1:
             vector = np.zeros(0, np.float32) if embedding is None else embedding
             pieces = [(vector, composition(row.sequence), row.label.strip(), None)]
@@ -116,11 +116,6 @@ def labels_of(texts: Sequence[str], probe: str | None, where: str = "labels") ->
         return np.array([float(text) for text in texts])
     names = class_names(texts)
     return np.array([names[text] for text in texts])
-
-
-def is_held_out(key: str) -> bool:
-    """Whether a protein or cluster is, where no split is given."""
-    return split_of(key, (0.0, TEST_SHARE)) == "test"
 
 
 def composition(sequence: str) -> np.ndarray:

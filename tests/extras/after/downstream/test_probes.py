@@ -17,7 +17,8 @@ from sklearn.preprocessing import StandardScaler
 from transformers import AutoTokenizer, EsmModel
 
 from common.cli import UserError
-from extras.after.downstream.probes import ALPHAS, FOLDS, STRENGTHS, is_held_out
+from extras.after.downstream.probes import ALPHAS, FOLDS, STRENGTHS, TEST_SHARE
+from extras.after.downstream.splits import split_of
 from tests.data_fixtures import call, write_fasta
 from tests.extras.after.downstream.probing import COUNT, NAMES, PROBE, ROWS, probe
 from tests.extras.after.downstream.tables import write_table
@@ -49,7 +50,7 @@ def test_probe_equals_scikit_learn_on_transformers_features(embedded, fasta, pro
     labels = write_table(tmp_path / "labels.csv", ["id", "label"], table)
     results, found = probe(embedded["mean"], fasta, labels, tmp_path / "out")
     features = np.stack([each.mean(0) for each in stock])
-    test = np.array([is_held_out(text) for _, text in proteins])
+    test = np.array([split_of(text, (0.0, TEST_SHARE)) == "test" for _, text in proteins])
     groups = np.array([text for _, text in proteins])
     search = GridSearchCV(
         make_pipeline(StandardScaler(), Ridge()), {"ridge__alpha": ALPHAS}, cv=GroupKFold(FOLDS), scoring="r2"
