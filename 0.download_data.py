@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""FASTA to csv/x000.csv, x001.csv, ... (`id,text`): downloaded, shuffled as a whole, in files of exact size.
+"""Proteins to csv/x000.csv, x001.csv, ... (`id,text`): downloaded, shuffled as a whole, in files of exact size.
 
-    python 0.download_data.py --output_dir DIR [--source FILE_OR_URL ...]
+    python 0.download_data.py --output_dir DIR [--source FILE_DIRECTORY_OR_URL ...]
 
-The source is UniRef50 by default; else FASTA files, plain or compressed (gzip, bzip2, xz, zstd), and http(s)://,
-ftp:// or s3:// URLs. OUTPUT_DIR/csv is always complete. Stopped at any moment, the same command resumes (downloads
+The source is UniRef50 by default; else files, directories and patterns of FASTA, CSV, TSV, JSON lines (plain or
+compressed: gzip, bzip2, xz, zstd), parquet and Arrow; datasets of the Hub (OWNER/NAME or
+hf://datasets/OWNER/NAME/PATH); and http(s)://, ftp:// or s3:// URLs. Clusters become a third column, `cluster`.
+OUTPUT_DIR/csv is always complete. Stopped at any moment, the same command resumes (downloads
 too) and makes the same files; once they exist it does nothing.
 """
 
@@ -17,22 +19,24 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import get_args
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.cli import UserError, run
-from common.data import GAPS_HELP, Gaps
-from common.flags import Flags, flag, parse_arguments
+from common.flags import flag, parse_arguments
 from extras.prepare.download import download_directory
 from extras.prepare.fetch import describe_sources, fetch, parse_sources
 from extras.prepare.output_directory import Build, building
 from extras.prepare.partitions import PartitionWriter, in_random_order
-from extras.prepare.sources import compression as limits
-from extras.prepare.sources.fasta import read_fasta_lines
-from extras.prepare.sources.records import BadRecords, Lines, Policy, skip
-from extras.prepare.sources.residues import Changes, Cleaner, is_alignment
+from extras.prepare.sources.protein_records import (
+    RecordFlags,
+    all_columns,
+    read_lines,
+    require_clusters,
+)
+from extras.prepare.sources.records import BadRecords, Lines, skip
+from extras.prepare.sources.residues import Changes
 
 logger = logging.getLogger(__name__)
 UNIREF50 = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
@@ -41,7 +45,7 @@ READ = "records read"  # in the journal of the build
 
 
 @dataclass
-class Arguments(Flags):
+class Arguments(RecordFlags):
     max_records_per_partition: int = flag(500_000, "records in a file; the last has fewer")
     output_dir: str = field(default_factory=os.getcwd, metadata={"help": "files go to OUTPUT_DIR/csv (default: here)"})
     save_csv: bool = flag(True, "write OUTPUT_DIR/csv/xNNN.csv")
@@ -52,27 +56,21 @@ class Arguments(Flags):
     source: list[str] = field(
         default_factory=lambda: [UNIREF50],
         metadata={
-            "help": "FASTA files (plain or compressed), http(s), ftp or s3 URLs, read in order (default: UniRef50)"
+            "help": "files, directories, patterns, datasets of the Hub, or URLs, read in order (default: UniRef50)"
         },
     )
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
     sha256: list[str] = field(default_factory=list, metadata={"help": "SHA-256 checksums, likewise"})
-    gaps: Gaps | None = flag(None, GAPS_HELP, choices=get_args(Gaps))
-    on_bad_record: Policy = flag(
-        "error", "stop at an invalid record (without id or sequence etc.), or skip and count", choices=get_args(Policy)
-    )
-    max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
     seed: int = flag(42, "seed of the shuffle")
     overwrite: bool = flag(False, "replace existing outputs")
     verify: bool = flag(False, "read complete outputs and compare their checksums")
 
     def check(self) -> None:
         self.require_at_least(1, "max_records_per_partition")
-        limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")
         if not self.formats:
             raise UserError("nothing to write: leave --save_csv True or set another --save_... flag")
-        self.sources = parse_sources(self.source, self.md5, self.sha256)
+        self.sources = parse_sources(self.source, self.md5, self.sha256, self.content)
 
     @property
     def formats(self) -> list[str]:
@@ -85,9 +83,7 @@ def describe(args: Arguments) -> dict:
     given |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
     if args.on_bad_record == "skip":
         given["on_bad_record"] = "skip"
-    if args.gaps is not None:
-        given["gaps"] = args.gaps
-    return describe_sources(args.sources) | given
+    return describe_sources(args.sources) | given | args.changing
 
 
 def progress(phase: str, total: int, **options) -> tqdm:
@@ -100,22 +96,25 @@ def read_records(args: Arguments, build: Build, downloads: Path) -> Iterator[Lin
     paths = fetch(args.sources, downloads)
     sizes = [path.stat().st_size for path in paths]
     bad_records, changes = BadRecords(args.on_bad_record), Changes()
-    records = before = 0
+    with_clusters = any(columns is not None and columns.cluster for columns in all_columns(paths, args))
+    records = clustered = before = 0
     with progress("Reading", sum(sizes), unit="B", unit_scale=True, postfix="0 records/s") as bar:
         began = time.monotonic()
         for path, size in zip(paths, sizes, strict=True):
-            logger.info("Reading FASTA file %s", path)
+            logger.info("Reading %s", path)
             position = [0]
-            cleaner = Cleaner(str(path), args.gaps, bad_records, is_alignment(path.name))
-            reading = {"cleaner": cleaner, "on_read": position.append, "max_record": args.max_record_length}
-            for lines in read_fasta_lines(path, **reading):
+            cleaner = args.cleaner(path, bad_records)
+            for lines, of_clusters in read_lines(path, cleaner, args, with_clusters, position.append):
                 records += len(lines)
+                clustered += of_clusters
                 rate = records / (time.monotonic() - began)
                 bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
                 bar.update(before + position[-1] - bar.n)
                 yield lines
             before += size
             changes.add(cleaner.changes)
+    if with_clusters and records:
+        require_clusters(f"--source {' '.join(args.source)}", clustered)
     build.note(READ, {"records": records, "bad": bad_records.state, "changes": changes.state})
 
 

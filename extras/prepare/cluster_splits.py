@@ -24,8 +24,8 @@ import pyarrow.parquet
 
 from common.cli import UserError, log_every, one_line
 from common.data.clusters import DIRECTORY, Clusters
-from common.data.counter_rng import hash_bytes
 from common.files.safe_files import sync, sync_directory
+from extras.prepare.encode import hash_names
 from extras.prepare.output_directory import Build
 from extras.prepare.sources.compression import STRADDLING, check_file, open_decompressed
 from extras.prepare.sources.parquet_pages import read_columns
@@ -144,11 +144,6 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def without_prefix(names: pa.Array) -> pa.Array:
     """Names of members without `UniRef90_`, which either the table or the records may lack."""
     return pc.replace_substring_regex(names, "^UniRef90_", "")
-
-
-def hash_names(names: pa.Array) -> np.ndarray:
-    """uint64 [n] of a string or binary array."""
-    return hash_bytes(*characters(names))
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:

@@ -24,6 +24,7 @@ SHARD_BYTES = 500 << 20
 
 _STRING = {"dtype": "string", "_type": "Value"}
 TEXT_FEATURES = {"id": _STRING, "text": _STRING}
+CLUSTER_FEATURES = TEXT_FEATURES | {"cluster": _STRING}
 TOKEN_FEATURES = {"id": _STRING, "input_ids": {"feature": {"dtype": "uint8", "_type": "Value"}, "_type": "List"}}
 
 LISTS = {"List": pa.list_, "LargeList": pa.large_list}  # of 32-bit and of 64-bit offsets

@@ -244,7 +244,7 @@ class FileEncoder:
         """
         writers = PieceWriters(self.root, directory_name(number), TOKEN_FEATURES)
         counts = {"records": 0, "tokens": 0, "unknown": 0, "records_with_unknown": 0}
-        clustered = False
+        clustered = None  # records with a cluster, where there is a column of them
         cleaner = self.cleaner(path)
         blocks = in_order(self._encode_block, _labelled(path, labels, self.read(path, cleaner)), self.threads_a_file)
         with open(writers.part / KEYS, "wb") as file, open(writers.part / CLUSTERS, "wb") as clusters:
@@ -253,7 +253,8 @@ class FileEncoder:
                     return None
                 block.keys.tofile(file)
                 block.clusters.tofile(clusters)
-                clustered |= len(block.clusters) > 0
+                if block.clustered is not None:
+                    clustered = (clustered or 0) + block.clustered
                 counts["records"] += block.records
                 for name, part in block.parts:
                     writers[name].write(part.rows)
@@ -271,7 +272,7 @@ class FileEncoder:
             encoded = self.encode(rows)
             keys = np.zeros(rows.num_rows, KEY)
             keys["hash"], keys["residues"] = encoded.hashes, encoded.residues
-            return _Block(rows.num_rows, [(WHOLE, encoded)], keys, _hashes_of_clusters(rows))
+            return _Block(rows.num_rows, [(WHOLE, encoded)], keys, *_clusters(rows))
         keys = np.zeros(len(labels), KEY)
         keys["split"] = labels
         parts = []
@@ -280,7 +281,7 @@ class FileEncoder:
             part = self.encode(rows.filter(pa.array(mask)))
             keys["hash"][mask], keys["residues"][mask] = part.hashes, part.residues
             parts.append((SPLITS[split], part))
-        return _Block(len(labels), parts, keys[labels < len(SPLITS)], np.empty(0, np.uint64))
+        return _Block(len(labels), parts, keys[labels < len(SPLITS)], np.empty(0, np.uint64), None)
 
     def _advance(self, records: int, tokens: int) -> None:
         with self.lock:
@@ -289,19 +290,27 @@ class FileEncoder:
 
 
 class _Block(NamedTuple):
-    """Encoded rows: their number, the tokens by split, KEY of all used rows in order, hashes of their clusters."""
+    """Encoded rows: their number, the tokens by split, KEY of all used rows in order, and `_clusters`."""
 
     records: int
     parts: list[tuple[str, Encoded]]
     keys: np.ndarray
-    clusters: np.ndarray  # "<u8", empty where the input has none
+    clusters: np.ndarray
+    clustered: int | None
 
 
-def _hashes_of_clusters(rows: pa.RecordBatch) -> np.ndarray:
-    """Of each row's cluster; a row without one is a cluster with all rows of its id."""
+def _clusters(rows: pa.RecordBatch) -> tuple[np.ndarray, int | None]:
+    """Hashes of the rows' clusters, uint64 [n], and how many have one; a row without is a cluster with all rows of its
+    id. Without a column of clusters: (empty, None)."""
     if CLUSTER not in rows.schema.names:
-        return np.empty(0, np.uint64)
-    return hash_bytes(*characters(pc.coalesce(rows.column(CLUSTER), rows.column("id")).cast(pa.binary())))
+        return np.empty(0, np.uint64), None
+    column = rows.column(CLUSTER)
+    return hash_names(pc.coalesce(column, rows.column("id"))), rows.num_rows - column.null_count
+
+
+def hash_names(names: pa.Array) -> np.ndarray:
+    """uint64 [n] of a string or binary array."""
+    return hash_bytes(*characters(names))
 
 
 def split_pieces(made: dict, labels: np.ndarray, root: Path, scratch: Path, number: int) -> dict[str, list[Piece]]:

@@ -1,10 +1,11 @@
-"""Turn sources (files, and http, https, ftp and s3 URLs) into verified local files."""
+"""Turn sources (files, directories, patterns, datasets of the Hub, and URLs) into verified local files."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,10 @@ from common.cli import UserError
 from common.files.content_hash import content_hashes
 from extras.prepare.download import ANYTHING, RETRIES, DownloadFiles, Expected, RetryPolicy, download
 from extras.prepare.sources.compression import check_duplicates, check_file
+from extras.prepare.sources.csv_records import csv_files
+from extras.prepare.sources.find_files import is_local, natural_order, open_source
+from extras.prepare.sources.formats import PROTEINS, Content
+from extras.prepare.sources.hub import HUB_NAME, REMOTE
 from extras.prepare.transfers import SCHEMES, FetchError, TemporaryError, identity, shown
 
 logger = logging.getLogger(__name__)
@@ -22,6 +27,7 @@ HEX_DIGITS = {"md5": 32, "sha256": 64}
 # UniProt's server and its official mirrors publish checksums in a RELEASE.metalink beside the data.
 UNIPROT_HOSTS = ("ftp.uniprot.org", "ftp.ebi.ac.uk", "ftp.expasy.org")
 METALINK = "RELEASE.metalink"
+TAKEN = "files, directories, patterns, datasets of the Hub (OWNER/NAME, hf://datasets/...) and URLs"
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,18 @@ class Source:
         return Path(self.address).expanduser()
 
 
-def parse_sources(addresses: list[str], md5: Sequence[str] = (), sha256: Sequence[str] = ()) -> list[Source]:
-    """Sources of `addresses`, with checksums: none, or one for each, in order.
+def parse_sources(
+    addresses: list[str],
+    md5: Sequence[str] = (),
+    sha256: Sequence[str] = (),
+    content: Content = PROTEINS,
+    flag: str = "--source",
+) -> list[Source]:
+    """Sources of `addresses`, with checksums: none, or one for each, in order. A dataset of the Hub is downloaded to
+    the Hub's cache.
 
-    UserError for an unreadable file, an address that cannot be fetched, a duplicate, or an invalid checksum.
+    content: what is looked for in directories; flag: for messages. UserError for an unreadable file, an address that
+    cannot be fetched, a duplicate, or an invalid checksum.
     """
     checksums = {"md5": md5, "sha256": sha256}
     for algorithm, sums in checksums.items():
@@ -60,21 +74,56 @@ def parse_sources(addresses: list[str], md5: Sequence[str] = (), sha256: Sequenc
         for text in sums:
             if not re.fullmatch(rf"[0-9a-fA-F]{{{HEX_DIGITS[algorithm]}}}", text):
                 raise UserError(f"--{algorithm} {text}: expected {HEX_DIGITS[algorithm]} hexadecimal digits")
+    if not any(checksums.values()):
+        addresses = [file for address in addresses for file in _files_of(address, content, flag)]
     sources: list[Source] = []
     for number, address in enumerate(addresses):
         source = Source(address, Expected({name: sums[number].lower() for name, sums in checksums.items() if sums}))
         if not source.is_url:
-            _check_file(source)
+            _check_file(source, flag)
         elif identity(address) in [identity(other.address) for other in sources if other.is_url]:
-            raise UserError(f"--source {source.shown}: given twice: its records would come twice")
+            raise UserError(f"{flag} {source.shown}: given twice: its records would come twice")
         else:
             _check_address(source)
         for other in () if source.is_url else sources:
             if not other.is_url and source.path.samefile(other.path):
-                raise UserError(f"--source {address}: the same file as {other.address}: its records would come twice")
+                raise UserError(f"{flag} {address}: the same file as {other.address}: its records would come twice")
         sources.append(source)
-    check_duplicates("--source", [source.path for source in sources if not source.is_url])
+    check_duplicates(flag, [source.path for source in sources if not source.is_url])
     return sources
+
+
+def _files_of(address: str, content: Content, flag: str) -> list[str]:
+    """An address, or the files of a directory, pattern or dataset of the Hub, x999 before x1000."""
+    path = Path(address).expanduser()
+    from_hub = address.startswith(REMOTE)
+    if not is_local(address) and HUB_NAME.fullmatch(address):
+        from_hub = content.format_of(address) is None  # else a file that is not there
+    is_pattern = any(character in address for character in "*?[") and "://" not in address
+    if not (from_hub or path.is_dir() or (is_pattern and not os.path.lexists(path))):
+        return [address]
+    found = open_source(address, streaming=False, flag=flag, content=content).splits
+    if held_out := sorted(found.keys() - {"train"}):
+        logger.info("%s %s: files of %s are read like the others", flag, address, " and ".join(held_out))
+    files = [file for files in found.values() for file in files]
+    kinds = Counter(file.kind for file in files)
+    logger.info("%s %s: reading %s", flag, address, ", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items())))
+    return sorted((file.path for file in files), key=natural_order)
+
+
+def directory_sources(given: str, content: Content) -> list[Source]:
+    """Sources of step 1's --input_dir: its *.csv files, or if there are none its files of any format; or one file.
+
+    UserError if there are none.
+    """
+    flag, path = "--input_dir", Path(given).expanduser()
+    if os.path.lexists(path) and not path.is_dir():
+        return parse_sources([given], content=content, flag=flag)
+    if files := csv_files(path):
+        return [Source(str(file)) for file in files]
+    if not any(path.glob("[!.]*")):
+        raise UserError(f"{flag} {given}: no files in it: run 0.download_data.py first")
+    return parse_sources([given], content=content, flag=flag)
 
 
 def describe_sources(sources: list[Source]) -> dict:
@@ -175,12 +224,10 @@ def _check_address(source: Source) -> None:
         raise UserError(f"{source.shown}: not a complete address: expected {scheme}://HOST/PATH")
 
 
-def _check_file(source: Source) -> None:
-    path, takes = source.path, "--source takes FASTA files (plain or compressed) and URLs"
+def _check_file(source: Source, flag: str) -> None:
+    path = source.path
     if path.is_dir():
-        raise UserError(f"{source.address}: not a file but a directory: {takes}: give the files in it")
+        raise UserError(f"{source.address}: not a file but a directory: checksums are of files: give the files in it")
     if not os.path.lexists(path) and source.address != "-":
-        pattern = any(character in source.address for character in "*?[")
-        hint = ": write a pattern without quotes, for the shell to replace" if pattern else ""
-        raise UserError(f"{source.address}: no such file: {takes}{hint}")
+        raise UserError(f"{source.address}: no such file: {flag} takes {TAKEN}")
     check_file(path, source.address)

@@ -1,9 +1,9 @@
 """Shuffle records that do not fit into memory, and write them to partitions of an exact size, in several formats.
 
-Records are lines of bytes, `id TAB text NEWLINE` (extras/prepare/sources/records.py). Each gets a random 64-bit key
-and is scattered over 256 bucket files by the key's first bits; then each bucket is read and sorted by the whole key. A
-bucket fits into memory up to 32 GB of text; a larger one is read several times, for a range of keys each. A killed run
-resumes after the last complete partition.
+Records are lines of bytes, `id TAB text [TAB cluster] NEWLINE` (extras/prepare/sources/records.py). Each gets a random
+64-bit key and is scattered over 256 bucket files by the key's first bits; then each bucket is read and sorted by the
+whole key. A bucket fits into memory up to 32 GB of text; a larger one is read several times, for a range of keys each.
+A killed run resumes after the last complete partition.
 
 DuckDB (2.0, ORDER BY key) gives the same order in the same CPU time (1.3 s for 500,000 records) but took 560 MB where
 this takes 310 to 370 MB, and it keeps no buckets for a run that resumes.
@@ -28,9 +28,16 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from common.files.safe_files import sync
-from extras.prepare.dataset_writer import TEXT_FEATURES, arrow_schema, shard_name, write_dataset_files
+from extras.prepare.dataset_writer import (
+    CLUSTER_FEATURES,
+    TEXT_FEATURES,
+    arrow_schema,
+    shard_name,
+    write_dataset_files,
+)
 from extras.prepare.output_directory import Build
-from extras.prepare.sources.records import Lines, columns, prefetch, skip, view
+from extras.prepare.sources.record_lines import fields_of, lines_of
+from extras.prepare.sources.records import FIELDS, Lines, columns, prefetch, skip, view
 
 MEMORY_BYTES = 128 << 20  # text of the records in memory; the peak is about twice that
 BATCH_BYTES = 2 << 20  # text of a batch of records
@@ -219,7 +226,8 @@ class PartitionWriter:
     def write(self, lines: Lines) -> None:
         while len(lines):
             if not self.filled:
-                self._files = [FORMATS[name](path, self.number) for name, path in self.build.paths.items()]
+                fields = fields_of(lines)
+                self._files = [FORMATS[name](path, self.number, fields) for name, path in self.build.paths.items()]
             head, lines = lines[: self.max_records - self.filled], lines[self.max_records - self.filled :]
             self._queued.append(self._writer.submit(_add, self._files, head))
             if len(self._queued) > QUEUED:
@@ -269,7 +277,8 @@ class _File:
 
     name = log_name = ""  # with the partition's number
 
-    def __init__(self, directory: Path, number: int) -> None:
+    def __init__(self, directory: Path, number: int, fields: tuple[str, ...]) -> None:
+        self.fields = fields
         self.file = open(directory / self.name.format(number), "wb")  # noqa: SIM115
         self.begin()
 
@@ -292,7 +301,7 @@ class _Csv(_File):
     name = log_name = "x{:03d}.csv"
 
     def begin(self) -> None:
-        self.file.write(b"id,text\n")
+        self.file.write(",".join(self.fields).encode() + b"\n")
 
     def add(self, lines: Lines) -> None:
         text = view(lines)[0].tobytes()
@@ -300,16 +309,16 @@ class _Csv(_File):
             self.file.write(text.replace(b"\t", b","))
             return
         quoted = io.StringIO()
-        csv.writer(quoted, lineterminator="\n").writerows(
-            line.split("\t") for line in text.decode("ascii").splitlines()
-        )
-        self.file.write(quoted.getvalue().encode("ascii"))
+        csv.writer(quoted, lineterminator="\n").writerows(line.split("\t") for line in text.decode().split("\n")[:-1])
+        self.file.write(quoted.getvalue().encode())
 
 
 class _Fasta(_File):
     name = log_name = "x{:03d}.fasta"
 
     def add(self, lines: Lines) -> None:
+        if len(self.fields) == len(FIELDS):  # FASTA has no place for the cluster
+            lines = lines_of(columns(lines).select(FIELDS[:2]), with_clusters=False)
         text = view(lines)[0].tobytes()
         self.file.write(b">" + text[:-1].replace(b"\n", b"\n>").replace(b"\t", b"\n") + b"\n")
 
@@ -317,10 +326,14 @@ class _Fasta(_File):
 class _Batches(_File):
     """Record batches, written by `writer`."""
 
+    @property
+    def schema(self) -> pa.Schema:
+        return arrow_schema(CLUSTER_FEATURES if len(self.fields) == len(FIELDS) else TEXT_FEATURES)
+
     writer: pa.ipc.RecordBatchStreamWriter | pa.parquet.ParquetWriter
 
     def add(self, lines: Lines) -> None:
-        self.writer.write_batch(pa.RecordBatch.from_arrays(columns(lines).columns, schema=arrow_schema(TEXT_FEATURES)))
+        self.writer.write_batch(pa.RecordBatch.from_arrays(columns(lines).columns, schema=self.schema))
 
     def end(self) -> None:
         self.writer.close()
@@ -334,14 +347,14 @@ class _Arrow(_Batches):
     log_name = "data-{:05d}-of-*.arrow"  # their number is known at the end
 
     def begin(self) -> None:
-        self.writer = pa.ipc.new_stream(self.file, arrow_schema(TEXT_FEATURES))
+        self.writer = pa.ipc.new_stream(self.file, self.schema)
 
 
 class _Parquet(_Batches):
     name = log_name = "x{:03d}.parquet"
 
     def begin(self) -> None:
-        self.writer = pa.parquet.ParquetWriter(self.file, arrow_schema(TEXT_FEATURES))
+        self.writer = pa.parquet.ParquetWriter(self.file, self.schema)
 
 
 FORMATS = {"csv": _Csv, "fasta": _Fasta, "parquet": _Parquet, "arrow": _Arrow}
@@ -352,4 +365,6 @@ def _name_shards(directory: Path, partitions: int, records: int) -> None:
         path = directory / _Arrow.name.format(number)
         if path.exists():  # else renamed by a run that was killed here
             path.rename(directory / shard_name(number, partitions))
-    write_dataset_files(directory, TEXT_FEATURES, partitions, records)
+    with pa.ipc.open_stream(str(directory / shard_name(0, partitions))) as first:
+        has_clusters = FIELDS[-1] in first.schema.names
+    write_dataset_files(directory, CLUSTER_FEATURES if has_clusters else TEXT_FEATURES, partitions, records)

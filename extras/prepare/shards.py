@@ -19,7 +19,7 @@ import pyarrow as pa
 from common.cli import UserError
 from common.files.safe_files import write_json_flushed
 from extras.prepare.dataset_writer import Piece, read_pieces
-from extras.prepare.encode import CLUSTERS, WHOLE, directory_name, in_order, split_pieces
+from extras.prepare.encode import CLUSTERS, WHOLE, directory_name, hash_names, in_order, split_pieces
 from extras.prepare.output_directory import Build, read_record
 
 ENCODED = "encoded"  # directory of a shard's pieces, and of its own file of what FileEncoder returned
@@ -60,14 +60,18 @@ class EncodedFile(NamedTuple):
         return (rows.column("id") for rows in read_pieces(pieces, self.root))
 
     def clusters(self) -> Iterator[np.ndarray]:
-        """Hashes of its records' clusters, uint64 [n], block by block, where the input names them."""
+        """Hashes of its records' clusters, uint64 [n], block by block; by their ids where it names none."""
+        if not self.names_clusters:
+            yield from map(hash_names, self.ids())
+            return
         with open(self.root / directory_name(self.number) / CLUSTERS, "rb") as file:
             while len(hashes := np.fromfile(file, np.uint64, BLOCK)):
                 yield hashes
 
     @property
-    def has_clusters(self) -> bool:
-        return self.made["clustered"]
+    def names_clusters(self) -> bool:
+        """Whether it has a column of clusters."""
+        return self.made["clustered"] is not None
 
 
 def write_results(build: Build, made: Iterable[dict], numbers: Iterable[int]) -> None:

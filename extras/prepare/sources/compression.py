@@ -51,16 +51,14 @@ XZ_BYTES = 256 << 20  # memory limit of the xz decoder; level 9 needs 65 MiB
 XZ_READ_BYTES, XZ_CHUNK_BYTES = 1 << 16, 1 << 20
 # Errors of the decompressors.
 DECOMPRESS_ERRORS = (EOFError, zlib.error, isal_zlib.error, igzip.BadGzipFile, lzma.LZMAError, OSError)
-PARQUET = (
-    "parquet, which --dataset of the train scripts and 1.tokenize_text.py reads where the name ends in .parquet: "
-    "give it there, or write FASTA or CSV"
-)
+PARQUET = "parquet: give it a name that ends in .parquet"
 UTF_16 = "it is UTF-16: convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
 OTHERS = {
     b"PK\x03\x04": "it is a zip archive: unpack it: unzip FILE",
     b"\xff\xfe": UTF_16,
     b"\xfe\xff": UTF_16,
     b"PAR1": f"it is {PARQUET}",
+    b"ARROW1": "it is an Arrow file: give it a name that ends in .arrow",
 }
 
 

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from common.cli import UserError
-from extras.prepare.sources.compression import strip_compression
-from extras.prepare.sources.csv_records import read_header
+from extras.prepare.sources.csv_records import delimiter_of, read_header
 from extras.prepare.sources.find_files import File
 from extras.prepare.sources.record_counts import estimated, filled
 from extras.prepare.sources.sequence_files import Unit, block_bytes, column_among, open_stream
@@ -19,7 +18,7 @@ from extras.prepare.sources.tables import Table
 
 def column(unit: Unit) -> str:
     with open_stream(unit.file) as (_, stream):
-        return column_among(unit, read_header(stream, str(unit), _delimiter(unit)))
+        return column_among(unit, read_header(stream, str(unit), delimiter_of(unit.file.path)))
 
 
 def records(file: File) -> float:
@@ -29,17 +28,14 @@ def records(file: File) -> float:
 def texts(unit: Unit) -> Iterator[pa.Array]:
     line_ends = unit.file.content.line_ends
     with open_stream(unit.file) as (_, stream):
-        names = read_header(stream, str(unit), _delimiter(unit))
+        delimiter = delimiter_of(unit.file.path)
+        names = read_header(stream, str(unit), delimiter)
         name = column_among(unit, names)
-        table = Table(str(unit), names, [name], pa.string(), block_bytes(unit), _delimiter(unit), line_ends)
+        table = Table(str(unit), names, [name], pa.string(), block_bytes(unit), delimiter, line_ends)
         for numbers, batch in table.rows(stream):
             if not line_ends and (again := _header_again(batch.column(0), name)) is not None:
                 raise UserError(f"{unit}: row {numbers[again]}: the header once more: remove the row")
             yield batch.column(0)
-
-
-def _delimiter(unit: Unit) -> str:
-    return "\t" if strip_compression(unit.file.path.lower()).endswith(".tsv") else ","
 
 
 def _header_again(text: pa.Array, column: str) -> int | None:

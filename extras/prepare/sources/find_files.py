@@ -29,7 +29,9 @@ from extras.prepare.sources.hub import (
     choose_files,
     group_paths,
     hub_advice,
+    is_within,
     offline,
+    parse_address,
     uncached_advice,
     unreachable_advice,
 )
@@ -37,6 +39,7 @@ from extras.prepare.sources.hub import (
 logger = logging.getLogger(__name__)
 
 NAMED = 5  # files that are left out, in the log
+SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")  # beside the Arrow files of datasets' save_to_disk
 LONGEST_CARD = 4 << 20  # characters; most front matters have some hundreds
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -125,7 +128,7 @@ def open_source(
     where = f"{flag} {name}"
     request = Request(where, content, configuration, train if flag == "--dataset" else None)
     local = is_local(name)
-    if not local and not HUB_NAME.fullmatch(name):
+    if not local and not HUB_NAME.fullmatch(name) and not name.startswith(REMOTE):
         raise UserError(f"{where}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
     source = _local(request, name) if local else _hub(request, name, streaming)
     if not source.splits:
@@ -175,7 +178,14 @@ def held_out_files(source: Source) -> str:
 def is_local(name: str) -> bool:
     """Whether --dataset names files, not a Hub dataset."""
     path = os.path.expanduser(name)
+    if name.startswith(REMOTE):
+        return False
     return name == "-" or os.path.lexists(path) or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
+
+
+def natural_order(path: str) -> list[int | str]:
+    """A key to sort paths by: x999 before x1000."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", path)]
 
 
 def split_of(path: str) -> str:
@@ -216,13 +226,16 @@ def _local(request: Request, name: str) -> Source:
         return Source(name, {request.train or "train": (file,)})
     card = ""
     if path.is_dir():
-        root, paths = path, _files_below(path)
-        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            if columns := untokenised_columns(path):
+        root, paths = path, [file for file in _files_below(path) if file.name not in SAVED]
+        if any((path / name).exists() for name in SAVED[:2]):
+            columns = untokenised_columns(path)
+            if not columns:
+                raise UserError(
+                    f"{where}: holds tokenised data already: give it as --dataset_dir, or a split of it as "
+                    "--eval_dataset"
+                )
+            if "arrow" not in content.formats:
                 raise UserError(f"{where}: {as_parquet(path, columns)}")
-            raise UserError(
-                f"{where}: holds tokenised data already: give it as --dataset_dir, or a split of it as --eval_dataset"
-            )
         if request.chooses and (path / CARD).is_file():
             card = _read_card(path / CARD)
     else:
@@ -276,17 +289,20 @@ def _without_links(files: dict[str, File]) -> dict[str, File]:
     return {name: files[name] for name in unique.values()}
 
 
-def _hub(request: Request, name: str, streaming: bool) -> Source:
+def _hub(request: Request, given: str, streaming: bool) -> Source:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     where = request.given
+    name, revision, within = parse_address(given, where)
     try:
         if offline() or not (streaming or request.chooses):
-            folder = snapshot_download(name, repo_type="dataset", local_files_only=offline())
-            return replace(_local(request, folder), name=name)
-        info = HfApi().dataset_info(name, files_metadata=True)
+            asked = {"repo_type": "dataset", "revision": revision, "local_files_only": offline()}
+            folder = snapshot_download(name, **asked, allow_patterns=[within, f"{within}/*"] if within else None)
+            return replace(_local(request, os.path.join(folder, within)), name=given)
+        info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
         members = {member.rfilename: member.size or 0 for member in info.siblings or ()}
+        members = {path: size for path, size in members.items() if is_within(path, within)}
         card = ""
         if request.chooses and CARD in members:
             path = hf_hub_download(name, CARD, repo_type="dataset", revision=info.sha)
@@ -294,11 +310,12 @@ def _hub(request: Request, name: str, streaming: bool) -> Source:
         addresses = ((path, f"{REMOTE}datasets/{name}@{info.sha}/{path}", size) for path, size in members.items())
         files = {path: _hub_file(address, path, size, request.content) for path, address, size in addresses}
         _say_left_out(where, request.content, [path for path, file in files.items() if file is None])
-        source = Source(name, _by_split(request, {path: file for path, file in files.items() if file}, card), info.sha)
+        splits = _by_split(request, {path: file for path, file in files.items() if file}, card)
+        source = Source(given, splits, info.sha)
         if not streaming:  # download the files of this configuration only
             paths = [file.path.split("@", 1)[1].split("/", 1)[1] for of in source.splits.values() for file in of]
             asked = {"repo_type": "dataset", "revision": info.sha, "allow_patterns": [CARD, *paths]}
-            return replace(_local(request, snapshot_download(name, **asked)), name=name)
+            return replace(_local(request, snapshot_download(name, **asked)), name=given)
         return source
     except LocalEntryNotFoundError:
         raise UserError(f"{where}: {uncached_advice(name)}") from None

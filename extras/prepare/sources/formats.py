@@ -22,7 +22,7 @@ from extras.prepare.sources.compression import (
     open_decompressed,
     strip_compression,
 )
-from extras.prepare.sources.csv_records import column_named
+from extras.prepare.sources.record_columns import column_named
 from extras.prepare.sources.residues import ALIGNMENTS
 
 # Ends of names that are not taken by content: editors' copies, and NCBI's nucleotides.
@@ -36,7 +36,9 @@ class Format(NamedTuple):
     A module defines `texts(unit)`, which yields the texts of a file as Arrow arrays from the first row to the last,
     and `column(unit)`, which checks the beginning of a file and gives the name of its column of texts, or None. It may
     define `records(file)`, the records of a file, exact or estimated (`record_counts.estimated`): without it one a
-    line; and `row_counts(file)`, the rows of each part that can be read alone (`unit.row_group`).
+    line; and `row_counts(file)`, the rows of each part that can be read alone (`unit.row_group`). For steps 0 and 1, a
+    format with columns defines `schema(unit)`, their names and types, and `rows(unit, names)`, which yields record
+    batches of some of them; without it records are numbered.
     """
 
     suffixes: tuple[str, ...]
@@ -47,6 +49,7 @@ class Format(NamedTuple):
 FASTA = (".fasta", ".fa", ".faa", ".fas", ".fsa", ".pep", ".seq", *ALIGNMENTS)
 FORMATS = {
     "parquet": Format((".parquet", ".pq"), ("proteins", "documents"), "extras.prepare.sources.parquet_texts"),
+    "arrow": Format((".arrow", ".feather", ".ipc"), ("proteins",), "extras.prepare.sources.arrow_texts"),
     "json": Format((".jsonl", ".ndjson", ".json"), ("proteins", "documents"), "extras.prepare.sources.json_texts"),
     "csv": Format((".csv", ".tsv"), ("proteins", "documents"), "extras.prepare.sources.csv_texts"),
     "fasta": Format(FASTA, ("proteins",), "extras.prepare.sources.fasta_texts"),
@@ -133,7 +136,8 @@ def format_of_file(path: Path, content: Content) -> str | None:
         head = b""
         with suppress(UserError, OSError, *DECOMPRESS_ERRORS), open_decompressed(path) as file:
             head = file.read(HEAD_BYTES).lstrip()
-        kind = "parquet" if head.startswith(b"PAR1") else "fasta" if re.match(rb">\S", head) else None
+        kinds = {rb"PAR1": "parquet", rb"ARROW1": "arrow", rb">\S": "fasta"}
+        kind = next((name for start, name in kinds.items() if re.match(start, head)), None)
     return kind
 
 

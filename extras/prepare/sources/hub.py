@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 
 import yaml
 from fsspec.utils import glob_translate
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 REMOTE = "hf://"
+ADDRESS = re.compile(r"(?:hf://datasets/)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.*))?")
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 ATTEMPTS = 6  # consecutive failures, without progress, after which the run ends
 FIRST_WAIT_S = 1.0
@@ -30,6 +32,20 @@ FIRST_WAIT_S = 1.0
 def offline() -> bool:
     """Whether the Hub is switched off, so that only the local cache is used."""
     return any(os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE") for variable in OFFLINE_VARIABLES)
+
+
+def parse_address(given: str, where: str) -> tuple[str, str | None, str]:
+    """OWNER/NAME, the revision or None, and the path within, of OWNER/NAME or hf://datasets/OWNER/NAME[@REVISION][/PATH].
+
+    where: flag and name, for the error."""
+    if not (parts := ADDRESS.fullmatch(given)):
+        raise UserError(f"{where}: not a dataset of the Hub: expected hf://datasets/OWNER/NAME[@REVISION][/PATH]")
+    return parts[1], parts[2], (parts[3] or "").strip("/")
+
+
+def is_within(path: str, within: str) -> bool:
+    """Whether a file is the one, in the directory or of the pattern `within`; "": any."""
+    return not within or path == within or path.startswith(f"{within}/") or fnmatch(path, within)
 
 
 def local_path(path: str) -> str:

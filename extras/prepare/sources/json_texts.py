@@ -15,23 +15,39 @@ from extras.prepare.sources.sequence_files import Unit, block_bytes, column_amon
 
 
 def column(unit: Unit) -> str:
+    return column_among(unit, schema(unit).names)
+
+
+def schema(unit: Unit) -> pa.Schema:
+    """The fields of the first object; what is no text, number or null is a structure."""
+    kinds = {str: pa.string(), type(None): pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     with open_stream(unit.file) as (_, stream):
-        return column_among(unit, _names_of_first_object(unit, stream))
+        first = _first_object(unit, stream)
+    return pa.schema([(name, kinds.get(type(value), pa.struct([]))) for name, value in first.items()])
 
 
 def texts(unit: Unit) -> Iterator[pa.Array]:
-    options = pa.json.ReadOptions(block_size=block_bytes(unit), use_threads=False)
     name = column(unit)
-    parse = pa.json.ParseOptions(explicit_schema=pa.schema([(name, pa.string())]), unexpected_field_behavior="ignore")
+    for batch in _batches(unit, pa.schema([(name, pa.string())])):
+        yield batch.column(name)
+
+
+def rows(unit: Unit, names: list[str]) -> Iterator[pa.RecordBatch]:
+    kinds = schema(unit)
+    yield from _batches(unit, pa.schema([kinds.field(name) for name in names]))
+
+
+def _batches(unit: Unit, fields: pa.Schema) -> Iterator[pa.RecordBatch]:
+    options = pa.json.ReadOptions(block_size=block_bytes(unit), use_threads=False)
+    parse = pa.json.ParseOptions(explicit_schema=fields, unexpected_field_behavior="ignore")
     with (
         open_stream(unit.file) as (_, stream),
         pa.json.open_json(stream, read_options=options, parse_options=parse) as reader,
     ):
-        for batch in reader:
-            yield batch.column(name)
+        yield from reader
 
 
-def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
+def _first_object(unit: Unit, stream: BinaryIO) -> dict:
     if problem := detect_non_text(stream.peek(HEAD_BYTES)[:HEAD_BYTES]):
         raise UserError(f"{unit}: not JSON lines: {problem}")
     line, number, longest = b"\n", 0, block_bytes(unit)
@@ -42,6 +58,6 @@ def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
     if line.lstrip().startswith(b"["):
         raise UserError(f"{unit}: a JSON array: write an object a line: jq -c '.[]' FILE > NEW.jsonl")
     try:
-        return [*json.loads(line).keys()]
+        return dict(json.loads(line).items())
     except (ValueError, AttributeError, RecursionError) as error:
         raise pa.ArrowInvalid(f"its first line is not a JSON object ({one_line(error)})") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +24,12 @@ ROWS_AT_ONCE = 4096
 
 
 def column(unit: Unit) -> str:
+    return _column_of_schema(unit, schema(unit))
+
+
+def schema(unit: Unit) -> pa.Schema:
     with open_file(unit.file) as handle:
-        return _column_of_schema(unit, pq.read_schema(handle))
+        return pq.read_schema(handle)
 
 
 def row_counts(file: File) -> list[int]:
@@ -36,15 +41,28 @@ def row_counts(file: File) -> list[int]:
 def texts(unit: Unit) -> Iterator[pa.Array]:
     with open_file(unit.file) as handle:
         metadata = pq.read_metadata(handle)
-        groups = range(metadata.num_row_groups) if unit.row_group is None else [unit.row_group]
         name = _column_of_schema(unit, metadata.schema.to_arrow_schema())
-        for group in groups:
-            where = f"{unit.file.path}, row group {group}"
-            file = handle
-            if unit.file.path.startswith(REMOTE):
-                file = fetched(handle, metadata.row_group(group), name, unit.file.size)
-            batches = read_columns(file, where, metadata, group, [name], ROWS_AT_ONCE, unit.file.content.longest)
+        for batches in _row_groups(unit, handle, metadata, [name]):
             yield from coalesce((as_text(unit, batch.column(0)) for batch in batches), ROWS_AT_ONCE, BLOCK_BYTES)
+
+
+def rows(unit: Unit, names: list[str]) -> Iterator[pa.RecordBatch]:
+    with open_file(unit.file) as handle:
+        for batches in _row_groups(unit, handle, pq.read_metadata(handle), names):
+            yield from batches
+
+
+def _row_groups(
+    unit: Unit, handle: BinaryIO, metadata: pq.FileMetaData, names: list[str]
+) -> Iterator[Iterator[pa.RecordBatch]]:
+    """Columns of each row group of the unit. One column of a remote file is fetched in one request."""
+    groups = range(metadata.num_row_groups) if unit.row_group is None else [unit.row_group]
+    for group in groups:
+        file = handle
+        if unit.file.path.startswith(REMOTE):
+            file = fetched(handle, metadata.row_group(group), names[0], unit.file.size)
+        where = f"{unit.file.path}, row group {group}"
+        yield read_columns(file, where, metadata, group, names, ROWS_AT_ONCE, unit.file.content.longest)
 
 
 def _column_of_schema(unit: Unit, schema: pa.Schema) -> str:

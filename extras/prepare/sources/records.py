@@ -1,7 +1,8 @@
-"""Records as lines of bytes `id TAB text NEWLINE`, counting of bad records, and prefetching.
+"""Records as lines of bytes `id TAB text [TAB cluster] NEWLINE`, counting of bad records, and prefetching.
 
-Neither id nor text has white space, so nothing is quoted or escaped: a record is one element to sort by, and a batch
-of records is one Arrow array, contiguous in memory and written as one buffer.
+No field has a tab or line end, and all lines of an input have the same fields, so nothing is quoted or escaped: a
+record is one element to sort by, and a batch of records is one Arrow array, contiguous in memory and written as one
+buffer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.cli import UserError
 from common.data import Policy as Policy
@@ -21,6 +23,7 @@ from common.data import Policy as Policy
 logger = logging.getLogger(__name__)
 Lines = pa.LargeBinaryArray
 TAB, NEWLINE = b"\t\n"
+FIELDS = ("id", "text", "cluster")
 REMEMBERED = 5
 Item = TypeVar("Item")
 _END = object()
@@ -58,14 +61,16 @@ def texts(data: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> pa.Array:
 
 
 def columns(lines: Lines) -> pa.RecordBatch:
-    """Records as lines (id, tab, text) in columns `id` and `text`, both string."""
+    """Records as lines in columns `id`, `text` and perhaps `cluster` (null if empty), all string."""
     data, offsets = view(lines)
     tabs = np.flatnonzero(data == TAB)
-    ids, sequences = (
-        cut(data, np.stack(pieces, axis=1)).cast(pa.string())
-        for pieces in ((offsets[:-1], tabs), (tabs + 1, offsets[1:] - 1))
-    )
-    return pa.RecordBatch.from_arrays([ids, sequences], names=["id", "text"])
+    ends = tabs.reshape(len(lines), len(tabs) // max(len(lines), 1))  # of all fields but the last
+    begins = np.column_stack([offsets[:-1], ends + 1])
+    ends = np.column_stack([ends, offsets[1:] - 1])
+    parts = [cut(data, np.stack(pieces, axis=1)).cast(pa.string()) for pieces in zip(begins.T, ends.T, strict=True)]
+    if len(parts) == len(FIELDS):
+        parts[-1] = pc.if_else(pc.equal(parts[-1], ""), pa.scalar(None, pa.string()), parts[-1])
+    return pa.RecordBatch.from_arrays(parts, names=FIELDS[: len(parts)])
 
 
 def skip(batches: Iterable[Lines], count: int) -> Iterator[Lines]:

@@ -28,15 +28,13 @@ from extras.prepare.sources.compression import (
     find_too_long,
     too_long,
 )
-from extras.prepare.sources.csv_records import column_named
 from extras.prepare.sources.find_files import File
 from extras.prepare.sources.formats import FORMATS
 from extras.prepare.sources.hub import FIRST_WAIT_S, REMOTE, Retries, brief
+from extras.prepare.sources.record_columns import column_named, is_text, wrong_delimiter
 from extras.prepare.sources.records import BadRecords, characters
 from extras.prepare.sources.residues import Cleaner, is_alignment
 
-TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
-TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
 BLOCK_BYTES = 4 << 20
 
 
@@ -101,7 +99,7 @@ def as_text(unit: Unit, text: pa.Array) -> pa.Array:
 
 def check_text(unit: Unit, kind: pa.DataType) -> None:
     of_values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(is_text(of_values) for is_text in TEXTS):
+    if not is_text(of_values):
         raise UserError(f"{unit}: the column of {unit.file.content.name} holds {kind}: expected texts")
 
 
@@ -109,12 +107,8 @@ def column_among(unit: Unit, names: list[str]) -> str:
     content = unit.file.content
     if (column := column_named(names, content.columns)) is not None:
         return column
+    wrong_delimiter(str(unit), names)
     found = ", ".join(names)[:80]
-    for delimiter, name in {";": "semicolons", "\t": "tabs", ",": "commas"}.items():
-        if len(names) == 1 and delimiter in names[0]:
-            raise UserError(
-                f"{unit}: one column, {found!r}: separated by {name}? Save it as CSV with commas, or as .tsv"
-            )
     raise UserError(f"{unit}: no column {' or '.join(content.columns)}, only {found}: {content.other_column}")
 
 
@@ -170,7 +164,7 @@ def row_counts(file: File) -> list[int]:
     retries = _retries(file)
     while True:
         try:
-            with _reporting(file.path):
+            with reporting(file.path):
                 return reader_of(file).row_counts(file)
         except _Network as trouble:
             retries.wait_after(trouble.error)
@@ -186,7 +180,7 @@ def check_columns(files: tuple[File, ...]) -> None:
     is read; Hub files are not requested."""
 
     def check(file: File) -> None:
-        with _reporting(file.path):
+        with reporting(file.path):
             column_of(file)
 
     with ThreadPoolExecutor(8) as pool:
@@ -203,13 +197,22 @@ def read_rows(unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S) -> Itera
     row, retries = first_row, _retries(unit.file, wait_s, str(unit))
     while True:
         try:
-            with _reporting(str(unit)):
+            with reporting(str(unit)):
                 for text in read_texts(unit, row):
                     yield text
                     row, retries.failures = row + len(text), 0
                 return
         except _Network as trouble:
             retries.wait_after(trouble.error)
+
+
+def read_batches(unit: Unit, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """Some columns of a local file, unchanged. Errors as of `read_rows`."""
+    row = 0
+    with reporting(str(unit)), _naming_the_row(unit, lambda: row):
+        for batch in reader_of(unit.file).rows(unit, names):
+            yield batch
+            row += batch.num_rows
 
 
 def read_sequences(
@@ -259,7 +262,7 @@ class _Network(Exception):
 
 
 @contextmanager
-def _reporting(what: str) -> Iterator[None]:
+def reporting(what: str) -> Iterator[None]:
     """Turn a damaged file into a UserError, and a failure that a retry may mend into a _Network."""
     try:
         yield

@@ -254,7 +254,7 @@ def test_download_data_reports_bad_input_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [("--max_records_per_partition", 0), ("--seed", -1), ("--save_csv", "False"), ("--source", "/")]
+    "flags", [("--max_records_per_partition", 0), ("--seed", -1), ("--save_csv", "False"), ("--source", "x://y")]
 )
 def test_download_data_refuses_invalid_flags(tmp_path, flags):
     with pytest.raises(UserError):

@@ -116,8 +116,11 @@ def test_fetch_keeps_other_sources_when_one_fails(tmp_path):
     ("sources", "flags", "said"),
     [
         (["absent.fasta"], [], "no such file"),
-        (["*.fas"], [], "without quotes"),
-        (["."], [], "not a file but a directory: .*give the files"),
+        (["*.fas"], [], "no such file or directory, and no file matches it"),
+        (["."], ["--md5", MD5], "not a file but a directory: .*give the files"),
+        (["data/absent.fasta.gz"], [], "no such file"),
+        (["hf://models/owner/name"], [], "not a dataset of the Hub: expected hf://datasets/OWNER/NAME"),
+        (["owner/name"], [], "owner/name: not in the local cache, and the Hub is switched off or cannot be reached"),
         (["a.fasta", "a.fasta"], [], "the same file as a.fasta"),
         (["http://x/y?sig=1", "http://x/y?sig=2"], [], "given twice"),
         (["gopher://x/y"], [], "cannot fetch gopher://"),

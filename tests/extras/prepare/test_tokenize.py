@@ -375,7 +375,7 @@ def test_tokenize_detects_compression_by_content(tmp_path, pack):
 def test_tokenize_accepts_other_columns_and_orders(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbf"text",cluster,"id"\r\nMK,1,"a"\r\n\r\nLA,2,b\r\n')
     found = [row for batch in read_rows(tmp_path / "a.csv") for row in batch.to_pylist()]
-    assert found == [{"id": "a", "text": "MK"}, {"id": "b", "text": "LA"}]
+    assert found == [{"id": "a", "text": "MK", "cluster": "1"}, {"id": "b", "text": "LA", "cluster": "2"}]
 
 
 def test_encode_rows_of_a_slice():

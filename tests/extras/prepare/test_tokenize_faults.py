@@ -14,8 +14,10 @@ from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS, encode
 from extras.prepare import dataset_writer
 from extras.prepare.encode import check_tokenizer
+from extras.prepare.fetch import directory_sources
 from extras.prepare.sources import csv_records
-from extras.prepare.sources.csv_records import count_rows, csv_files, read_rows
+from extras.prepare.sources.csv_records import count_rows, read_rows
+from extras.prepare.sources.formats import PROTEINS
 from extras.prepare.sources.records import BadRecords
 from extras.prepare.sources.residues import Cleaner
 from tests.data_fixtures import (
@@ -190,8 +192,9 @@ def test_tokenize_reports_a_disk_that_is_full_at_the_start(tmp_path):
         (b"", "Empty CSV file"),
         (b"id,text\na,MK\nb\n", "row 2: Expected 2 columns, got 1"),
         (b"id,text\na,MK\nb,MK,V\n", "row 2: Expected 2 columns, got 3"),
-        (b"name,sequence\na,MK\n", "row 0: the header is 'name,sequence': expected id,text: rename the"),
-        (b"id,text,text\na,MK,V\n", "row 0: the header"),
+        (b"name,organism\na,MK\n", "row 0: no column sequence or text or seq, only name, organism: name the one"),
+        (b"id;text\na;MK\n", "row 0: one column, 'id;text': separated by semicolons?"),
+        (b"id,text,text\na,MK,V\n", "row 0: no column"),
         (b"id,text\na,MK\nb,\nc,\n", "row 2: the text is empty"),
         (b"id,text\na,MK\nb,MK\nc,M\xc3\xa9K\n", "row 3: non-ASCII byte 0xc3 in the text"),
         (b"id,text\na,MK\nb\xff,MK\n", "row 2: the id is not UTF-8"),
@@ -278,10 +281,13 @@ def test_tokenize_refuses_too_few_records(tmp_path, tokenize):
 
 def test_tokenize_refuses_bad_input_directories(tmp_path):
     with pytest.raises(UserError, match="no such directory"):
-        csv_files(tmp_path / "absent")
+        directory_sources(str(tmp_path / "absent"), PROTEINS)
     (tmp_path / ".hidden.csv").write_text("id,text\n")
-    with pytest.raises(UserError, match=r"no \*.csv files in it: run 0.download_data.py first"):
-        csv_files(tmp_path)
+    with pytest.raises(UserError, match=r"no files in it: run 0.download_data.py first"):
+        directory_sources(str(tmp_path), PROTEINS)
+    (tmp_path / "notes.md").write_text("# Proteins")
+    with pytest.raises(UserError, match=r"no files of proteins in it: expected .parquet"):
+        directory_sources(str(tmp_path), PROTEINS)
 
 
 @pytest.mark.parametrize(
