@@ -5,6 +5,7 @@
 #
 #   ./quickstart.sh                          a generated sample of proteins, some of known structure: it ends in a contact map
 #   ./quickstart.sh --fasta my.fasta[.gz]    your own proteins
+#   ./quickstart.sh --dataset DIR            parquet, Arrow, CSV, TSV, JSON lines or FASTA; or a Hub dataset (OWNER/NAME)
 #   ./quickstart.sh --source URL             proteins from the web, say UniRef50 (13.6 GB)
 #   ./quickstart.sh --text my.txt            a small Llama on a text instead, which ends in a sample of what it writes
 #   ./quickstart.sh --steps 2000             train for longer (default: what takes a minute or two here; ends there)
@@ -34,11 +35,20 @@ tick() {
 ticking="" said="" began=0
 trap quiet EXIT
 
-source_="" text="" output="" budget=()
+source_="" dataset="" text="" output="" budget=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    --fasta | --source | --text | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
+    --fasta | --dataset | --source | --text | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
     --fasta) source_=$(from_here "$2"); [ -f "$source_" ] || fail "--fasta $2: no such file"; shift 2 ;;
+    --dataset)
+      dataset=$2
+      if [ -e "$(from_here "$2")" ]; then
+        dataset=$(from_here "$2")
+      else
+        [[ "$2" =~ ^[A-Za-z0-9_][^/]*/[^/]+$ ]] || fail "--dataset $2: no such file or directory, and no OWNER/NAME of the Hub"
+        export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-0}"
+      fi
+      shift 2 ;;
     --source) source_=$2; shift 2 ;;
     --text) text=$(from_here "$2"); [ -f "$text" ] || fail "--text $2: no such file"; shift 2 ;;
     --steps) [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "--steps $2: a number of steps"; budget=(--max_steps "$2" --stop_after_minutes 0); shift 2 ;;
@@ -47,8 +57,9 @@ while [ $# -gt 0 ]; do
     *) fail "unknown argument $1 (see ./quickstart.sh --help)" ;;
   esac
 done
-[ -z "$source_" ] || [ -z "$text" ] || fail "--text: proteins and a text need a run each"
-name=$(basename "${text:-${source_:-sample}}")
+[ -z "$source_$dataset" ] || [ -z "$text" ] || fail "--text: proteins and a text need a run each"
+[ -z "$source_" ] || [ -z "$dataset" ] || fail "--dataset and --fasta or --source: give one of them"
+name=$(basename "${text:-${dataset:-${source_:-sample}}}")
 output=${output:-quickstart/${name%%.*}}
 mkdir -p "$output"
 [ -n "${HF_HUB_OFFLINE:-}" ] || export HF_HUB_OFFLINE=1  # everything needed is here
@@ -93,16 +104,20 @@ fi
 
 say "2/5 Proteins"
 structures="" contacts=() seconds=90 minutes=2
-if [ -z "$source_" ]; then
+if [ -z "$source_$dataset" ]; then
   source_=$output/sample.fasta.gz structures=$output/structures seconds=120 minutes=2.5
   contacts=(--eval_contacts "$structures")
   [ -f "$source_" ] ||
     $python -m extras.prepare.sample "$source_" --num_proteins 1000 --repeats 6000 --structures "$structures"
 fi
-$python 0.download_data.py --source "$source_" --output_dir "$output"
+input=(--source "$dataset")  # training shuffles: no step 0
+if [ -z "$dataset" ]; then
+  $python 0.download_data.py --source "$source_" --output_dir "$output"
+  input=(--input_dir "$output/csv")
+fi
 
 say "3/5 Tokens: training, validation and test splits"
-$python 1.tokenize_uniref_csv.py --input_dir "$output/csv" --output_dir "$output/processed" \
+$python 1.tokenize_uniref_csv.py "${input[@]}" --output_dir "$output/processed" \
   --validation_size 0.05 --test_size 0.05
 
 say "4/5 Training (and evaluating before, during and after)"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT
+from tests.data_fixtures import proteins
 from tests.typed import alarming, blocks, checkout_in, join_lines, sh, smaller
 
 README = (ROOT / "README.md").read_text()
@@ -78,6 +81,25 @@ def test_quickstart_trains_and_resumes(checkout, tmp_path):
     assert (tmp_path / "out" / "run.json").stat().st_mtime_ns == chosen.st_mtime_ns, "chosen anew"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [("ur50_id", "ur90_id", "sequence"), ("id", "sequence")])
+def test_quickstart_trains_on_a_directory_of_parquet(checkout, tmp_path, columns):
+    rows = [{"ur50_id": f"C{n // 2}", "ur90_id": f"P{n}", "id": f"P{n}", "sequence": text} for n, (_, text) in
+            enumerate(proteins(400))]  # fmt: skip
+    for number in range(2):
+        path = tmp_path / f"my_data/part-{number}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows[number::2]).select(columns), path)
+    script = checkout / "quickstart_parquet.sh"
+    script.write_text((ROOT / "quickstart.sh").read_text().replace("--tokens_per_pack 4096", "--tokens_per_pack 512"))
+    done = sh(f"bash {script} --dataset my_data --steps 2 --output out", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert alarming(done) == []
+    assert "after training" in done.stdout
+    assert (tmp_path / "out/model/final_model/config.json").exists()
+    assert not (tmp_path / "out/csv").exists()
+
+
 def test_quickstart_with_a_text_ends_in_a_sample(checkout, tmp_path):
     script = checkout / "quickstart_text.sh"
     whole = (ROOT / "quickstart.sh").read_text()
@@ -95,6 +117,8 @@ def test_quickstart_with_a_text_ends_in_a_sample(checkout, tmp_path):
     [
         ("--text /no/such/file", "no such file"),
         ("--fasta /no/such/file", "no such file"),
+        ("--dataset /no/such/directory", "no such file or directory, and no OWNER/NAME of the Hub"),
+        ("--dataset . --fasta README.md", "give one of them"),
         ("--steps many", "a number of steps"),
         ("--steps", "needs a value"),
         ("--frobnicate", "unknown argument"),
