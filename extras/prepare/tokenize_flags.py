@@ -155,5 +155,11 @@ def describe_shard(args: TokenizeFlags, sources: list[Source]) -> dict:
     """All that the encoded files depend on, whatever becomes of them. Contents are known by names and sizes here: each
     machine would have to read the others' files."""
     names = ("max_seq_length", "pad_to_max_length", "line_by_line", "on_bad_record", "line_ends_in_text")
-    known_by = [source.shown if source.is_url else [source.path.name, source.path.stat().st_size] for source in sources]
+    known_by = [
+        source.shown if source.is_url else [source.path.name, source.path.stat().st_size] for source in sources
+    ]
     return {"input": known_by} | {name: getattr(args, name) for name in names} | args.changing
+
+
+def _name_and_size(path: Path) -> list:
+    return [path.name, path.stat().st_size]

@@ -1,4 +1,4 @@
-"""Step 1: records are read and encoded file by file, splits drawn, copies left out, and each split's directory made."""
+"""Step 1: read and encode records file by file, draw splits, leave copies out, and make each split's directory."""
 
 from __future__ import annotations
 
@@ -106,11 +106,14 @@ def note_relatives(args: TokenizeFlags, build: Build, sizes: list[int]) -> None:
     build.results["relatives"] = counts
 
 
+Labels = Iterator[np.ndarray]  # the split of every record of each file, uint8
+
+
 def encode(
-    args: TokenizeFlags, build: Build, root: Path, files: dict[int, Path], labels: Iterator[np.ndarray] | None, total: int
+    args: TokenizeFlags, build: Build, root: Path, files: dict[int, Path], labels: Labels | None = None, total: int = 0
 ) -> list[dict]:
-    """What FileEncoder returns for the files, by their numbers. labels: of each file's records, if they are known;
-    total: number of records, 0 if it is not."""
+    """What FileEncoder returns for the files, by their numbers. labels: if they are known; total: number of records,
+    if it is."""
     if args.line_by_line:
         logger.info("Processing line by line")
         truncate, pad = args.max_seq_length, args.pad_to_max_length
@@ -134,19 +137,26 @@ def encode(
 
 def encode_shard(args: TokenizeFlags, files: dict[int, Path], build: Build) -> None:
     """The shard's files, by their numbers among all input files, encoded without their splits."""
-    write_results(build, encode(args, build, build.paths[ENCODED], files, None, 0), files)
+    write_results(build, encode(args, build, build.paths[ENCODED], files), files)
 
 
 def encode_first(args: TokenizeFlags, files: list[Path], build: Build) -> list[EncodedFile]:
     """All files encoded without their splits, here."""
     root = build.scratch / ENCODED
     root.mkdir(exist_ok=True)
-    made = encode(args, build, root, dict(enumerate(files)), None, 0)
+    made = encode(args, build, root, dict(enumerate(files)))
     return [EncodedFile(number, root, of_file) for number, of_file in enumerate(made)]
 
 
+Ids = Callable[[], Iterator[pa.Array]]  # of all records, block by block
+
+
 def clusters_of(
-    args: TokenizeFlags, files: list[Path], build: Build, ids: Callable[[], Iterator[pa.Array]], encoded: list[EncodedFile]
+    args: TokenizeFlags,
+    files: list[Path],
+    build: Build,
+    ids: Callable[[], Iterator[pa.Array]],
+    encoded: list[EncodedFile],
 ) -> tuple[Callable[[Path], Joined], str] | None:
     """How to group the records by clusters, and where these come from; None to draw records one by one."""
     if args.cluster_table:
@@ -164,11 +174,11 @@ def clusters_of(
 
 
 class Plan(NamedTuple):
-    """Records of each split, and the split of every record of each file, uint8."""
+    """sizes: records of each split; counts: records of each file; clustered: whether splits are of whole clusters."""
 
     sizes: tuple[int, ...]
-    counts: list[int]  # records of each file
-    labels: Iterator[np.ndarray]
+    counts: list[int]
+    labels: Labels
     clustered: bool
 
 
@@ -190,7 +200,7 @@ def plan_splits(args: TokenizeFlags, files: list[Path], build: Build, encoded: l
         logger.info("Splitting dataset")
         sizes = sizes_of(sum(counts))
         windows = split_labels(sum(counts), sizes, args.seed)
-    logger.info("%s records in %d files", f"{sum(counts):,}", len(files))
+    logger.info("%s records in %d files", f"{sum(counts):,}", len(counts))
     logger.info("train %s, validation %s, test %s records", *(f"{size:,}" for size in sizes))
     return Plan(tuple(sizes), counts, labels_by_file(windows, counts), clusters is not None)
 
@@ -217,7 +227,9 @@ def split_and_finish(args: TokenizeFlags, files: list[Path], build: Build, encod
     finish(args, build, plan, made, pieces)
 
 
-def finish(args: TokenizeFlags, build: Build, plan: Plan, made: list[dict], pieces: list[dict[str, list[Piece]]]) -> None:
+def finish(
+    args: TokenizeFlags, build: Build, plan: Plan, made: list[dict], pieces: list[dict[str, list[Piece]]]
+) -> None:
     """Leave copies out, make the splits' directories of the pieces of each file, and write what is known of them."""
     changes, bad_records = Changes(), BadRecords(args.on_bad_record)
     for of_file in made:  # an earlier version noted neither

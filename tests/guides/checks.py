@@ -51,7 +51,7 @@ def flags_of(script: str, words: list[str]) -> dict:
     if script == "0.download_data.py":
         return vars(parse_arguments("", DOWNLOAD.Arguments, words))
     if script == "1.tokenize_uniref_csv.py":
-        return vars(parse_arguments("", TOKENIZE.Arguments, words))
+        return vars(parse_arguments("", TOKENIZE.TokenizeFlags, words))
     return flat(parse_run("", getattr(load_script(script), STRATEGIES[script]), words))
 
 

@@ -16,7 +16,7 @@ import pytest
 from common.cli import UserError
 from common.data.clusters import cluster_numbers, open_clusters
 from common.data.counter_rng import hash_bytes
-from extras.prepare import splits
+from extras.prepare import splits, tokenize_proteins
 from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
 from extras.prepare.splits import _fitting
 from tests.data_fixtures import TOKENIZE, call, different, everything_in
@@ -190,7 +190,7 @@ def test_split_by_clusters_does_not_resume_an_earlier_versions_work(tmp_path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(TOKENIZE, "publish_indices", stop)
+        patched.setattr(tokenize_proteins, "publish_indices", stop)
         with pytest.raises(KeyboardInterrupt):
             tokenize(tmp_path / "csv", tmp_path / "out")
     journal = tmp_path / "out/.building/journal.jsonl"

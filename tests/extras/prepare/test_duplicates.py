@@ -13,7 +13,7 @@ import pytest
 from common.cli import UserError
 from common.data.clusters import open_clusters
 from common.models.esm2.alphabet import encode
-from extras.prepare import duplicates
+from extras.prepare import duplicates, tokenize_proteins
 from extras.prepare import splits as prepare_splits
 from extras.prepare.duplicates import QUANTILES, find_copies, length_quantiles
 from extras.prepare.encode import KEY, hash_records
@@ -205,7 +205,7 @@ def test_tokenize_encodes_again_after_an_earlier_version(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(TOKENIZE, "write_dataset_dict", stop)
+        patched.setattr(tokenize_proteins, "write_dataset_dict", stop)
         with pytest.raises(KeyboardInterrupt):
             call(TOKENIZE, *arguments, "--output_dir", tmp_path / "out")
     journal = tmp_path / "out/.building/journal.jsonl"

@@ -158,7 +158,8 @@ def test_inputs_columns_are_named_by_flags(tmp_path):
     named = {"sequence_column": "protein", "id_column": "gene", "cluster_column": "family"}
     assert records(path, **named) == [(name, text, str(family)) for _, text, name, _, family in rows]
     flags = itertools.chain(*((f"--{name}", value) for name, value in named.items()))
-    call(TOKENIZE, "--source", path, *flags, "--output_dir", tmp_path / "out")
+    sizes = ("--validation_size", len(ROWS) // 3, "--test_size", 0)  # of whole families
+    call(TOKENIZE, "--source", path, *flags, *sizes, "--output_dir", tmp_path / "out")
     assert set(tokens_of(tmp_path / "out")) == {name for name, _ in ROWS}
     assert read_record(tmp_path / "out/arrow")["made_from"]["id_column"] == "gene"
 
@@ -241,7 +242,8 @@ def test_inputs_from_the_hub(tmp_path, caplog):
         ("/data/train-00000.parquet", "/data/train*", f"@{COMMIT}/data/train-00000.parquet")
     ):
         out = tmp_path / str(number)
-        call(TOKENIZE, "--source", f"hf://datasets/owner/proteins{path}", "--output_dir", out)
+        sizes = ("--validation_size", 4, "--test_size", 0)  # of whole clusters
+        call(TOKENIZE, "--source", f"hf://datasets/owner/proteins{path}", *sizes, "--output_dir", out)
         assert set(tokens_of(out)) == {member for _, member, _ in CLUSTERED[:20]}
     with pytest.raises(UserError, match=r"--source hf://datasets/owner/proteins/other: no such file"):
         call(TOKENIZE, "--source", "hf://datasets/owner/proteins/other", "--output_dir", tmp_path / "none")

@@ -11,6 +11,7 @@ import pytest
 from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS
 from extras.prepare import relatives as module
+from extras.prepare import tokenize_proteins
 from extras.prepare.relatives import COPIES, SEARCH, main, relatives
 from tests.data_fixtures import TOKENIZE, call, load
 from tests.extras.prepare.test_mmseqs import related, write
@@ -116,7 +117,7 @@ def test_step_1_says_what_is_not_counted(tmp_path, monkeypatch, caplog):
     assert "test: 0 of 20 proteins are exact copies of training ones; relatives were not searched" in caplog.text
     for directory in ("csv", "out"):
         shutil.rmtree(tmp_path / directory)
-    monkeypatch.setattr(TOKENIZE, "SEARCHED", 100)
+    monkeypatch.setattr(tokenize_proteins, "SEARCHED", 100)
     with caplog.at_level("INFO"):
         assert "relatives" not in prepare(tmp_path, related())
     assert f"in train, of 190: count them by python -m extras.prepare.relatives {tmp_path / 'out'}" in caplog.text

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
-from extras.prepare import shards
+from extras.prepare import shards, tokenize_proteins
 from extras.prepare.encode import FileEncoder
 from extras.prepare.output_directory import read_record
 from tests.data_fixtures import TOKENIZE, call, different, everything_in, proteins, write_csv
@@ -89,15 +89,15 @@ def test_row_without_a_cluster_is_one_by_its_id(tmp_path, monkeypatch):
 
 def with_clusters(monkeypatch, clusters) -> None:
     """Give the rows of an input that has no such column the clusters of their ids."""
-    rows_of = TOKENIZE.rows_of
+    rows_of = tokenize_proteins.rows_of
 
     def read(path, cleaner, args):
         for rows in rows_of(path, cleaner, args):
             named = pa.array([clusters[name] for name in rows.column("id").to_pylist()], pa.string())
             yield rows.append_column("cluster", named)
 
-    monkeypatch.setattr(TOKENIZE, "rows_of", read)
-    monkeypatch.setattr(TOKENIZE, "quick_to_count", lambda files: False)
+    monkeypatch.setattr(tokenize_proteins, "rows_of", read)
+    monkeypatch.setattr(tokenize_proteins, "quick_to_count", lambda files: False)
 
 
 @pytest.mark.parametrize("stopped_at", range(FILES))

@@ -18,7 +18,7 @@ from transformers import EsmTokenizer
 
 from common.cli import UserError
 from common.models.esm2.alphabet import PAD, TOKENS, UNK, encode
-from extras.prepare import splits
+from extras.prepare import splits, tokenize_proteins
 from extras.prepare.dataset_writer import ROWS_PER_BATCH, TOKEN_FEATURES, DatasetWriter
 from extras.prepare.encode import encode_rows, in_order
 from extras.prepare.sample import write_sample
@@ -267,7 +267,7 @@ def test_tokenize_bytes_are_independent_of_workers(tmp_path, monkeypatch, partit
     for i in range(partitions):
         write_csv(tmp_path / "csv", rows[i::partitions], f"x{i:03d}.csv")
     monkeypatch.setattr("extras.prepare.sources.csv_records.BLOCK_BYTES", 2000)
-    monkeypatch.setattr(TOKENIZE, "usable_threads", lambda asked: asked)  # even on one processor
+    monkeypatch.setattr(tokenize_proteins, "usable_threads", lambda asked: asked)  # even on one processor
     for workers in (1, 8):
         flags = ("--preprocessing_num_workers", workers, "--output_dir", tmp_path / str(workers))
         call(TOKENIZE, "--input_dir", tmp_path / "csv", *flags)
