@@ -10,13 +10,14 @@ OUTPUT_DIR/csv is always complete. Stopped at any moment, the same command resum
 too) and makes the same files; once they exist it does nothing.
 """
 
+import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -24,11 +25,13 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.cli import UserError, run
+from common.files.safe_files import write_json_flushed
 from common.flags import flag, parse_arguments
 from extras.prepare.download import download_directory
-from extras.prepare.fetch import describe_sources, fetch, parse_sources
+from extras.prepare.fetch import describe_sources, fetch, name_sources, parse_sources
 from extras.prepare.output_directory import Build, building
 from extras.prepare.partitions import PartitionWriter, in_random_order
+from extras.prepare.shards import LINES, Shard, ShardFlags, complete_shards, lines_file, read_line_file, write_lines
 from extras.prepare.sources.protein_records import (
     RecordFlags,
     all_columns,
@@ -45,7 +48,7 @@ READ = "records read"  # in the journal of the build
 
 
 @dataclass
-class Arguments(RecordFlags):
+class Arguments(ShardFlags, RecordFlags):
     max_records_per_partition: int = flag(500_000, "records in a file; the last has fewer")
     output_dir: str = field(default_factory=os.getcwd, metadata={"help": "files go to OUTPUT_DIR/csv (default: here)"})
     save_csv: bool = flag(True, "write OUTPUT_DIR/csv/xNNN.csv")
@@ -86,36 +89,112 @@ def describe(args: Arguments) -> dict:
     return describe_sources(args.sources) | given | args.changing
 
 
+def describe_shard(args: Arguments) -> dict:
+    """All that the lines of a source depend on, whatever becomes of them."""
+    return name_sources(args.sources) | {"on_bad_record": args.on_bad_record} | args.changing
+
+
 def progress(phase: str, total: int, **options) -> tqdm:
     """A bar; in a log file a line every ten seconds."""
     return tqdm(desc=phase, total=total, mininterval=0.5 if sys.stderr.isatty() else 10.0, **options)
 
 
-def read_records(args: Arguments, build: Build, downloads: Path) -> Iterator[Lines]:
-    """Fetch all sources and yield their records; their number is noted at the end."""
-    paths = fetch(args.sources, downloads)
+@dataclass
+class Found:
+    """What has been read of some files."""
+
+    records: int = 0
+    clustered: int = 0  # records with a cluster
+    bad: BadRecords = field(default_factory=BadRecords)
+    changes: Changes = field(default_factory=Changes)
+
+    @property
+    def state(self) -> dict:
+        return asdict(self) | {"bad": self.bad.state, "changes": self.changes.state}
+
+    def add(self, state: dict) -> None:
+        self.records += state["records"]
+        self.clustered += state["clustered"]
+        self.bad.add(state["bad"])
+        self.changes.add(state["changes"])
+
+
+def has_clusters(args: Arguments, paths: list[Path]) -> bool:
+    """Whether a file has a column of them: then each line has a field for the cluster."""
+    return any(columns is not None and columns.cluster for columns in all_columns(paths, args))
+
+
+def read_files(args: Arguments, paths: list[Path], with_clusters: bool, found: Found) -> Iterator[Lines]:
+    """The records of files. found: gets what was read."""
     sizes = [path.stat().st_size for path in paths]
-    bad_records, changes = BadRecords(args.on_bad_record), Changes()
-    with_clusters = any(columns is not None and columns.cluster for columns in all_columns(paths, args))
-    records = clustered = before = 0
+    before = 0
     with progress("Reading", sum(sizes), unit="B", unit_scale=True, postfix="0 records/s") as bar:
         began = time.monotonic()
         for path, size in zip(paths, sizes, strict=True):
             logger.info("Reading %s", path)
             position = [0]
-            cleaner = args.cleaner(path, bad_records)
+            cleaner = args.cleaner(path, found.bad)
             for lines, of_clusters in read_lines(path, cleaner, args, with_clusters, position.append):
-                records += len(lines)
-                clustered += of_clusters
-                rate = records / (time.monotonic() - began)
-                bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
+                found.records += len(lines)
+                found.clustered += of_clusters
+                rate = found.records / (time.monotonic() - began)
+                bar.set_postfix_str(f"{found.records:,} records, {rate:,.0f} records/s", refresh=False)
                 bar.update(before + position[-1] - bar.n)
                 yield lines
             before += size
-            changes.add(cleaner.changes)
-    if with_clusters and records:
-        require_clusters(f"--source {' '.join(args.source)}", clustered)
-    build.note(READ, {"records": records, "bad": bad_records.state, "changes": changes.state})
+            found.changes.add(cleaner.changes)
+
+
+def read_records(args: Arguments, build: Build, downloads: Path) -> Iterator[Lines]:
+    """All records, of the sources or of their shards; their number is noted at the end."""
+    found = Found(bad=BadRecords(args.on_bad_record))
+    if args.merge is not None:
+        with_clusters, batches = read_shards(args, found)
+    else:
+        paths = fetch(args.sources, downloads)
+        with_clusters = has_clusters(args, paths)
+        batches = read_files(args, paths, with_clusters, found)
+    yield from batches
+    if with_clusters and found.records:
+        require_clusters(f"--source {' '.join(args.source)}", found.clustered)
+    build.note(READ, found.state)
+
+
+def read_shards(args: Arguments, found: Found) -> tuple[bool, Iterator[Lines]]:
+    """Whether lines have a field for the cluster; and the records of all sources in order, as the shards left them."""
+    roots = complete_shards(Path(args.output_dir), args.merge, LINES, describe_shard(args))
+    made = [json.loads((root / f"{LINES}.json").read_text()) for root in roots]
+    if len({of_shard["with_clusters"] for of_shard in made}) > 1:
+        raise UserError(f"--merge {args.merge}: only some sources have a column of clusters: shards need one in all")
+    for of_shard in made:
+        for state in of_shard["files"].values():
+            found.add(state)
+    files = (lines_file(roots[number % args.merge], number) for number in range(len(args.sources)))
+    return made[0]["with_clusters"], (lines for file in files for lines in read_line_file(file))
+
+
+def write_shard(args: Arguments, shard: Shard) -> None:
+    """The lines of the shard's sources, a file for each."""
+    directory = shard.directory(Path(args.output_dir))
+    mine = {number: source for number, source in enumerate(args.sources) if shard.has(number)}
+    with (
+        building(directory, [LINES], describe_shard(args), args.overwrite, args.verify) as build,
+        download_directory(directory / ".download") as downloads,
+        logging_redirect_tqdm(),
+    ):
+        if not build.paths:
+            return
+        logger.info("Shard %d of %d: %d of %d sources", *shard, len(mine), len(args.sources))
+        paths = dict(zip(mine, fetch(list(mine.values()), downloads), strict=True))
+        here = [source.path for source in args.sources if not source.is_url]
+        with_clusters = has_clusters(args, [*here, *paths.values()])
+        for number, path in paths.items():
+            if build.done(f"read {number}") is None:
+                found = Found(bad=BadRecords(args.on_bad_record))
+                write_lines(lines_file(build.paths[LINES], number), read_files(args, [path], with_clusters, found))
+                build.note(f"read {number}", found.state)
+        made = {"with_clusters": with_clusters, "files": {number: build.done(f"read {number}") for number in mine}}
+        write_json_flushed(build.paths[LINES] / f"{LINES}.json", made, sort_keys=False)
 
 
 def with_bar(batches: Iterator[Lines], build: Build, written: int) -> Iterator[Lines]:
@@ -131,6 +210,10 @@ def with_bar(batches: Iterator[Lines], build: Build, written: int) -> Iterator[L
 def main() -> None:
     logger.info("Parsing arguments")
     args = parse_arguments(__doc__, Arguments)
+    if args.shard:
+        write_shard(args, Shard.of(args.shard))
+        logger.info("Save complete")
+        return
     output_dir = Path(args.output_dir)
     with (
         building(output_dir, args.formats, describe(args), args.overwrite, args.verify, FORMATS) as build,

@@ -136,6 +136,17 @@ def describe_sources(sources: list[Source]) -> dict:
     return described[0] if len(described) == 1 else {"sources": described}
 
 
+def name_sources(sources: list[Source]) -> dict:
+    """The sources by name and size, for the record of a shard: a machine need not read the others' files."""
+    return {
+        "input": [identity(source.address) if source.is_url else _name_and_size(source.path) for source in sources]
+    }
+
+
+def _name_and_size(path: Path) -> list:
+    return [path.name, path.stat().st_size]
+
+
 def fetch(sources: list[Source], directory: Path, retries: RetryPolicy = RETRIES) -> list[Path]:
     """Local paths of the sources, in order. URLs are downloaded into `directory`. FetchError if one fails."""
     paths = []

@@ -1,7 +1,7 @@
-"""Step 1 in parts: input files encoded before their splits are known, on this machine or on several.
+"""Steps 0 and 1 in parts: a shard takes every N-th input file, and leaves what it made in OUTPUT_DIR/shards/I-of-N.
 
-A shard takes every N-th input file, and leaves their pieces (dataset_writer.py) in OUTPUT_DIR/shards/I-of-N. Splits
-depend on the number of all records, so whoever merges draws them, and moves each record to its split.
+Of step 0 these are lines, which whoever merges shuffles; of step 1 pieces (dataset_writer.py) of encoded records.
+Their splits depend on the number of all records, so whoever merges draws them, and moves each record to its split.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,35 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
-from common.files.safe_files import write_json_flushed
+from common.files.safe_files import sync, write_json_flushed
+from common.flags import Flags, flag
 from extras.prepare.dataset_writer import Piece, read_pieces
 from extras.prepare.encode import CLUSTERS, WHOLE, directory_name, hash_names, in_order, split_pieces
 from extras.prepare.output_directory import Build, read_record
+from extras.prepare.sources.records import Lines
 
-ENCODED = "encoded"  # directory of a shard's pieces, and of its own file of what FileEncoder returned
+ENCODED = "encoded"  # directory of a shard's pieces; the JSON file in it has what FileEncoder returned
+LINES = "lines"  # directory of a shard's lines, a file for each of its input files
+LINE_SCHEMA = pa.schema([("line", pa.large_binary())])
 BLOCK = 1 << 20  # hashes of clusters read at a time
+
+
+@dataclass
+class ShardFlags(Flags):
+    """Of both steps."""
+
+    shard: str | None = flag(
+        None, "I/N: read every N-th input file from the I-th (from 0) on, for --merge, to OUTPUT_DIR/shards/I-of-N"
+    )
+    merge: int | None = flag(None, "N: make the output of N complete shards: the same bytes as without shards")
+
+    def check(self) -> None:
+        if self.shard is not None:
+            Shard.of(self.shard)
+            if self.merge is not None:
+                raise UserError("--shard and --merge: run all shards, then --merge")
+        if self.merge is not None:
+            self.require_at_least(1, "merge")
 
 
 class Shard(NamedTuple):
@@ -45,6 +68,24 @@ class Shard(NamedTuple):
     def has(self, number: int) -> bool:
         """Whether an input file is in it."""
         return number % self.count == self.index
+
+
+def lines_file(directory: Path, number: int) -> Path:
+    """Of an input file, in a shard's LINES."""
+    return directory / f"{number:05d}.arrow"
+
+
+def write_lines(path: Path, batches: Iterable[Lines]) -> None:
+    with open(path, "wb") as file, pa.ipc.new_stream(file, LINE_SCHEMA) as stream:
+        for lines in batches:
+            stream.write_batch(pa.RecordBatch.from_arrays([lines], schema=LINE_SCHEMA))
+        file.flush()
+        sync(file)
+
+
+def read_line_file(path: Path) -> Iterator[Lines]:
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
+        yield from (batch.column("line") for batch in stream)
 
 
 class EncodedFile(NamedTuple):
@@ -81,10 +122,10 @@ def write_results(build: Build, made: Iterable[dict], numbers: Iterable[int]) ->
     write_json_flushed(build.paths[ENCODED] / f"{ENCODED}.json", made, sort_keys=False)
 
 
-def read_shards(output_dir: Path, count: int, files: int, made_from: dict) -> list[EncodedFile]:
-    """All input files, in order. UserError unless each shard is complete and was made from the same (`made_from`)."""
+def complete_shards(output_dir: Path, count: int, name: str, made_from: dict) -> list[Path]:
+    """The directories `name` of all shards. UserError unless each is complete and was made from the same."""
     shards = [Shard(index, count) for index in range(count)]
-    records = [read_record(shard.directory(output_dir) / ENCODED) for shard in shards]
+    records = [read_record(shard.directory(output_dir) / name) for shard in shards]
     if missing := [str(shard.index) for shard, record in zip(shards, records, strict=True) if record is None]:
         raise UserError(
             f"--merge {count}: {len(missing)} of {count} shards are not complete below {output_dir / 'shards'}: run "
@@ -96,8 +137,13 @@ def read_shards(output_dir: Path, count: int, files: int, made_from: dict) -> li
                 f"--merge {count}: {shard.directory(output_dir)} is of another run ({', '.join(differing)} differ): "
                 "remove it, and run that shard again with these arguments"
             )
-    made = [json.loads((shard.directory(output_dir) / ENCODED / f"{ENCODED}.json").read_text()) for shard in shards]
-    roots = [shard.directory(output_dir) / ENCODED for shard in shards]
+    return [shard.directory(output_dir) / name for shard in shards]
+
+
+def read_shards(output_dir: Path, count: int, files: int, made_from: dict) -> list[EncodedFile]:
+    """All input files, in order. UserError as `complete_shards`."""
+    roots = complete_shards(output_dir, count, ENCODED, made_from)
+    made = [json.loads((root / f"{ENCODED}.json").read_text()) for root in roots]
     return [EncodedFile(n, roots[n % count], made[n % count][str(n)]) for n in range(files)]
 
 

@@ -13,9 +13,9 @@ from common.files.content_hash import combined_hash, content_hash
 from common.flags import Missing, flag
 from extras.prepare.cluster_splits import COMPONENTS
 from extras.prepare.encode import check_tokenizer
-from extras.prepare.fetch import Source, describe_sources
+from extras.prepare.fetch import Source, describe_sources, name_sources
 from extras.prepare.output_directory import read_record
-from extras.prepare.shards import Shard
+from extras.prepare.shards import ShardFlags
 from extras.prepare.sources.protein_records import RecordFlags
 from extras.prepare.splits import HELD_OUT, HELD_OUT_CLUSTERS
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class TokenizeFlags(RecordFlags):
+class TokenizeFlags(ShardFlags, RecordFlags):
     """Flags of 1.tokenize_uniref_csv.py."""
 
     input_dir: str = flag("csv", "directory of CSV files, or of parquet, Arrow, TSV, JSON lines or FASTA; or a file")
@@ -54,10 +54,6 @@ class TokenizeFlags(RecordFlags):
     count_relatives: bool = flag(
         True, "search held-out proteins in training, up to 100,000 proteins, with MMseqs2 if it is installed"
     )
-    shard: str | None = flag(
-        None, "I/N: encode every N-th input file from the I-th (from 0) on, for --merge, into OUTPUT_DIR/shards/I-of-N"
-    )
-    merge: int | None = flag(None, "N: make OUTPUT_DIR/arrow of N complete shards: the same bytes as without shards")
     seed: int = flag(42, "seed of the choice of splits")
     overwrite: bool = flag(False, "replace an existing output")
     verify: bool = flag(False, "read a complete output and compare its checksums")
@@ -92,12 +88,6 @@ class TokenizeFlags(RecordFlags):
         if self.source and self.input_dir != TokenizeFlags.input_dir:
             raise UserError("--source and --input_dir: give one of them")
         self.require_at_least(0, "seed")
-        if self.shard is not None:
-            Shard.of(self.shard)
-            if self.merge is not None:
-                raise UserError("--shard and --merge: run all shards, then --merge")
-        if self.merge is not None:
-            self.require_at_least(1, "merge")
 
 
 def describe(args: TokenizeFlags, sources: list[Source]) -> dict:
@@ -152,14 +142,6 @@ def describe(args: TokenizeFlags, sources: list[Source]) -> dict:
 
 
 def describe_shard(args: TokenizeFlags, sources: list[Source]) -> dict:
-    """All that the encoded files depend on, whatever becomes of them. Contents are known by names and sizes here: each
-    machine would have to read the others' files."""
+    """All that the encoded files depend on, whatever becomes of them."""
     names = ("max_seq_length", "pad_to_max_length", "line_by_line", "on_bad_record", "line_ends_in_text")
-    known_by = [
-        source.shown if source.is_url else [source.path.name, source.path.stat().st_size] for source in sources
-    ]
-    return {"input": known_by} | {name: getattr(args, name) for name in names} | args.changing
-
-
-def _name_and_size(path: Path) -> list:
-    return [path.name, path.stat().st_size]
+    return name_sources(sources) | {name: getattr(args, name) for name in names} | args.changing

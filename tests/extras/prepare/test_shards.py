@@ -4,13 +4,14 @@ import random
 import re
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from common.cli import UserError
 from extras.prepare import shards, tokenize_proteins
 from extras.prepare.encode import FileEncoder
 from extras.prepare.output_directory import read_record
-from tests.data_fixtures import TOKENIZE, call, different, everything_in, proteins, write_csv
+from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, different, everything_in, proteins, write_csv, write_fasta
 from tests.extras.prepare.test_clusters import make_input
 
 SIZES = ("--validation_size", 60, "--test_size", 40)
@@ -55,6 +56,36 @@ def test_merged_shards_are_the_bytes_of_one_machine(source, tmp_path, count, fla
             {name: data for name, data in of.items() if not name.endswith(".json")} for of in (of_one, of_many)
         )
     assert of_many == of_one
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--no_shuffle",), ("--save_parquet", "True", "--max_records_per_partition", 100)]
+)
+def test_merged_shards_of_step_0_are_the_bytes_of_one_machine(source, tmp_path, monkeypatch, flags):
+    """Of files of several formats, one of them with clusters; the first shard is killed in its second file."""
+    write_fasta(tmp_path / "more.fasta", proteins(300, seed=5))
+    ids, texts = zip(*proteins(200, seed=6), strict=True)
+    table = {"ur50_id": [f"C{n // 3}" for n in range(200)], "ur90_id": ids, "sequence": texts}
+    pyarrow.parquet.write_table(pa.table(table), tmp_path / "more.parquet")
+    files = [*sorted(source.iterdir()), tmp_path / "more.parquet", tmp_path / "more.fasta"]
+
+    def step_0(out, *more) -> None:
+        call(DOWNLOAD, "--source", *files, "--output_dir", out, "--on_bad_record", "skip", *flags, *more)
+
+    step_0(tmp_path / "one")
+    second = shards.lines_file(tmp_path / "many/shards/0-of-2/.building/lines", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(DOWNLOAD, "write_lines", stop_at(second, 0, shards.write_lines))
+        with pytest.raises(KeyboardInterrupt):
+            step_0(tmp_path / "many", "--shard", "0/2")
+    for index in (1, 0):
+        step_0(tmp_path / "many", "--shard", f"{index}/2")
+    step_0(tmp_path / "many", "--merge", 2)
+    of_one, of_many = (
+        {k: v for k, v in everything_in(tmp_path / n).items() if "shards" not in k} for n in ("one", "many")
+    )
+    assert of_many == of_one
+    assert b"id,text,cluster" in of_one["csv/x000.csv"]
 
 
 def test_merged_shards_of_clusters_are_the_bytes_of_one_machine(tmp_path):
