@@ -24,7 +24,6 @@ from extras.prepare.sources.compression import (
     check_duplicates,
     check_file,
     detect_non_text,
-    file_of_chunks,
     open_decompressed,
     strip_compression,
 )
@@ -141,13 +140,22 @@ def delimiter_of(path: str) -> str:
     return "\t" if strip_compression(path.lower()).endswith(".tsv") else ","
 
 
-def _as_utf8(file: BinaryIO) -> Iterator[bytes]:
+class _AsUtf8:
     """A file's bytes, with NOT_UTF8 in place of invalid UTF-8: pyarrow's error for a row with such bytes and a wrong
     number of columns does not name the row."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    while data := file.read(PARSED_BYTES):
-        yield data if data.isascii() and not decoder.getstate()[0] else decoder.decode(data).encode()
-    yield decoder.decode(b"", final=True).encode()
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self, size: int) -> bytes:
+        """About as many bytes; none at the end."""
+        while data := self.file.read(size):
+            if not (data.isascii() and not self.decoder.getstate()[0]):
+                data = self.decoder.decode(data).encode()
+            if data:
+                return data
+        return self.decoder.decode(b"", final=True).encode()
 
 
 def _parse(
@@ -160,7 +168,7 @@ def _parse(
         cleaner.bad_records(UserError(f"{table.where}: row {row}: {what}: {REMEDY}"))
 
     try:
-        for rows, batch in table.rows(file_of_chunks(_as_utf8(file)), misshapen if cleaner.skips else None):
+        for rows, batch in table.rows(_AsUtf8(file), misshapen if cleaner.skips else None):
             yield rows, columns.of(batch)
     except pa.ArrowInvalid as error:
         raise UserError(f"{table.where}: {one_line(error)}: {REMEDY}") from None

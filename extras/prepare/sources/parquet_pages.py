@@ -11,6 +11,7 @@ import io
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -22,7 +23,8 @@ MOST_PACKED = 100  # highest ratio of text, which usually has 2 to 20
 ROWS_BYTES = 64 << 20  # of the rows read at once, if each were the longest
 HEADER_BYTES = 1 << 16  # of a page's header: most have 30
 LONGEST_HEADER = 16 << 20  # with a column's minimum and maximum in it
-DATA, DATA_V2 = 0, 3  # PageType
+DATA, DICTIONARY, DATA_V2 = 0, 2, 3  # PageType
+DICTIONARY_BYTES = 8 << 20  # of a dictionary whose values are looked at: Arrow writes them up to 1 MiB
 UNPACKED, PACKED, VALUES = 2, 3, {DATA: 5, DATA_V2: 8}  # numbers of fields
 
 
@@ -124,10 +126,34 @@ def _check_pages(file: BinaryIO, where: str, chunk: pq.ColumnChunkMetaData, long
                 "smaller pages, or leave it out"
             )
         # On average over a page, so that rows at once are at most those of three pages; of a dictionary, at worst.
-        longest_value = max(longest_value, unpacked // max(count, 1))
+        value = unpacked // max(count, 1)
+        if kind == DICTIONARY and unpacked <= DICTIONARY_BYTES and chunk.physical_type == "BYTE_ARRAY":
+            file.seek(position + size)
+            value = _longest_value(file.read(packed), unpacked, chunk.compression) or value
+        longest_value = max(longest_value, value)
         values += count
         position += size + packed
     return max(1, ROWS_BYTES // longest_value)
+
+
+def _longest_value(page: bytes, size: int, compression: str) -> int | None:
+    """Bytes of the longest value of a dictionary page that decompresses to `size` bytes; None where that is unknown.
+
+    A value is its length, uint32, and its bytes. Places with the two zero bytes of a length below 65,536 are those of
+    the values if each length leads to the next place, from the first byte to the last.
+    """
+    try:
+        data = page if compression == "UNCOMPRESSED" else pa.decompress(page, size, compression.lower(), asbytes=True)
+    except (pa.ArrowException, ValueError, OSError):
+        return None
+    raw = np.frombuffer(data, np.uint8)
+    zero = np.append(raw == 0, False)
+    places = np.flatnonzero(zero[2:-2] & zero[3:-1] & ~zero[4:])
+    if len(raw) != size or not len(places) or places[0]:
+        return None
+    lengths = raw[places] + raw[places + 1].astype(np.int64) * 256
+    leads_on = np.array_equal(places + 4 + lengths, np.append(places[1:], size))
+    return int(lengths.max()) if leads_on else None
 
 
 def _damaged() -> pa.ArrowInvalid:

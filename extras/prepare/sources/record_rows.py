@@ -32,7 +32,9 @@ def clean_rows(
     text; a longer one is always a UserError.
     """
     for rows, batch in blocks:
-        batch = _without_nulls(batch, numbered(path, rows))
+        if "id" not in batch.schema.names:
+            batch = batch.add_column(0, "id", numbered(path, rows))
+        batch = _without_nulls(batch)
         if (row := find_too_long(batch.column("text"), max_record)) is not None:
             raise too_long(f"{path}: row {rows[row]}", max_record)
         batch, rows = _without(batch, rows, _complaints(batch, header or {}), path, cleaner)
@@ -54,17 +56,14 @@ def numbered(path: Path, rows: np.ndarray) -> pa.Array:
     return pc.binary_join_element_wise(stem, pa.array(rows).cast(pa.string()), "-").cast(pa.binary())
 
 
-def _without_nulls(batch: pa.RecordBatch, ids: pa.Array) -> pa.RecordBatch:
-    """With an id, and the empty text for a missing id or text and a missing value for an empty cluster."""
-    columns = [batch.column("id") if "id" in batch.schema.names else ids, batch.column("text")]
-    columns = [column.fill_null(b"") if column.null_count else column for column in columns]
-    names = ["id", "text"]
-    if "cluster" in batch.schema.names:
+def _without_nulls(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """With the empty text for a missing id or text, and a missing value for an empty cluster."""
+    columns = [column.fill_null(b"") if column.null_count else column for column in batch.columns[:2]]
+    if batch.num_columns > len(columns):
         cluster = batch.column("cluster")
         empty = pc.equal(pc.binary_length(cluster), 0)
         columns.append(pc.if_else(empty, pa.scalar(None, pa.binary()), cluster) if pc.any(empty).as_py() else cluster)
-        names.append("cluster")
-    return pa.RecordBatch.from_arrays(columns, names=names)
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _without(

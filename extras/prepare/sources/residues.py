@@ -139,7 +139,7 @@ class Cleaner:
             data, offsets = _without(data, offsets, inserted)
             self.changes.insertions += int(inserted.sum())
         data, offsets, refused = self._without_missing(data, offsets)
-        if data.tobytes().translate(None, RESIDUES):
+        if not _are_capitals(data) and data.tobytes().translate(None, RESIDUES):
             data, offsets = self._without_stops(data, offsets)
             data, offsets = self._without_gaps(data, offsets, refused)
             self._count_unknown(data, offsets, name, refused)
@@ -244,6 +244,11 @@ class Cleaner:
                 self.changes.unknown += count
                 self.changes.with_unknown += 1
                 self.changes.first = (self.changes.first + [name(number)])[:NAMED]
+
+
+def _are_capitals(data: np.ndarray) -> bool:
+    """Whether all characters are capitals that stand for a residue: a fast answer for most data."""
+    return not len(data) or bool(data.min() >= ord("A") and data.max() <= ord("Z") and not (data == ord("J")).any())
 
 
 def _texts_of(places: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,14 +20,21 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from common.cli import UserError, one_line
-from extras.prepare.sources.compression import STRADDLING, too_long
+from extras.prepare.sources.compression import STRADDLING, file_of_chunks, too_long
 
 STRAY_QUOTE = (
     "a text that continues after a line end, after a quote that is not closed: fix or remove the quote (or, if texts "
     "may have line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
 )
+READ_BYTES = 1 << 20  # at once: stays in the processor's cache
 LINE_END = re.compile(rb"\r\n?")
 PAIR = r'^"(.*)"$'
+
+
+class Readable(Protocol):
+    """What a table is parsed from."""
+
+    def read(self, size: int, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Table:
     line_ends: bool = False
 
     def rows(
-        self, file: BinaryIO, misshapen: Callable[[int, str], None] | None = None
+        self, file: Readable, misshapen: Callable[[int, str], None] | None = None
     ) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
         """(numbers of the rows, from 1, int64 [n], their wanted columns) of each block; empty lines are left out.
 
@@ -63,15 +70,15 @@ class Table:
             yield numbers, batch
 
     def _of_lines(
-        self, file: BinaryIO, misshapen: Callable[[int, str], None] | None
+        self, file: Readable, misshapen: Callable[[int, str], None] | None
     ) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
         done = 0
         for block in self._blocks(file):
             if block is None:
                 raise too_long(f"{self.where}: after row {done}", self.block_bytes)
             skipped: dict[int, str] = {}
-            lines = _filled_lines(block)
-            if not lines:
+            lines = block.count(b"\n") + (not block.endswith(b"\n"))  # most blocks have no empty ones
+            if not block or (block.isspace() and not _filled_lines(block)):
                 continue
             try:
                 read = pa.csv.read_csv(
@@ -81,6 +88,8 @@ class Table:
                 self._check_quotes(block, done)
                 raise pa.ArrowInvalid(_numbered(error, done)) from None
             if read.num_rows + len(skipped) != lines:
+                lines = _filled_lines(block)
+            if read.num_rows + len(skipped) != lines:
                 self._check_quotes(block, done)
             for number, what in skipped.items():
                 misshapen(done + number, what)
@@ -89,15 +98,16 @@ class Table:
             done += lines
 
     def _of_any_lines(
-        self, file: BinaryIO, misshapen: Callable[[int, str], None] | None
+        self, file: Readable, misshapen: Callable[[int, str], None] | None
     ) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
-        if not file.peek(1):
+        stream = file_of_chunks(iter(lambda: file.read(READ_BYTES), b""))
+        if not stream.peek(1):
             return
         skipped: dict[int, str] = {}
         parsed = reported = 0
         try:
             options = self._read_options(self.block_bytes), *self._options(skipped, misshapen)
-            with pa.csv.open_csv(file, *options) as reader:
+            with pa.csv.open_csv(stream, *options) as reader:
                 for batch in reader:
                     for number, what in list(skipped.items())[reported:]:
                         misshapen(number, what)
@@ -142,10 +152,10 @@ class Table:
         )
         return parse, convert
 
-    def _blocks(self, file: BinaryIO) -> Iterator[bytes | None]:
+    def _blocks(self, file: Readable) -> Iterator[bytes | None]:
         """Blocks of whole lines, which end with a line feed alone; None for a line longer than a block."""
         rest = b""
-        while data := file.read(self.block_bytes - len(rest)):
+        while data := file.read(max(1, min(READ_BYTES, self.block_bytes - len(rest)))):
             data = rest + data
             end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
             if end:

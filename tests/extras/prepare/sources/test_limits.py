@@ -16,6 +16,7 @@ from common.cli import UserError
 from common.data.flags import DataFlags
 from common.flags import checked
 from extras.prepare.cluster_splits import read_table
+from extras.prepare.sources import parquet_pages
 from extras.prepare.sources.compression import open_decompressed
 from extras.prepare.sources.csv_records import read_rows as read_csv
 from extras.prepare.sources.fasta import read_fasta
@@ -268,3 +269,27 @@ def test_read_table_refuses_a_long_line(tmp_path):
     (tmp_path / "table.tsv").write_text("ur50_id\tur90_id\nUniRef50_A\tB\n" + "A" * (9 * MIB) + "\tC\n")
     with pytest.raises(UserError, match=r"--cluster_table .*table\.tsv: after row 1 one of more than 4,194,304 bytes"):
         list(read_table(tmp_path / "table.tsv"))
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
+@pytest.mark.parametrize(
+    ("values", "longest"),
+    [
+        (["MKV" * n for n in range(1, 400)], 3 * 399),
+        (["M", "", "K"], 1),
+        (["M\0\0K", "MKV"], None),  # zero bytes cannot be told from those of a length
+        (["M" * 70_000, "MKV"], None),
+    ],
+    ids=["usual", "empty", "zero bytes", "long"],
+)
+def test_longest_value_of_a_dictionary_page(tmp_path, monkeypatch, values, longest, compression):
+    """Rows at once follow from it: where it is unknown, a value may be as long as the page."""
+    found = []
+    known = parquet_pages._longest_value
+    monkeypatch.setattr(parquet_pages, "_longest_value", lambda *page: found.append(known(*page)) or found[-1])
+    pq.write_table(pa.table({"text": values * 3}), tmp_path / "a.parquet", compression=compression)
+    with open(tmp_path / "a.parquet", "rb") as file:
+        metadata = pq.read_metadata(file)
+        batches = list(parquet_pages.read_columns(file, "a", metadata, 0, ["text"], 4096, 1 << 20))
+    assert found == [longest]
+    assert [text for batch in batches for text in batch.column(0).to_pylist()] == values * 3
