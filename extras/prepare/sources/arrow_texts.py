@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
@@ -42,8 +43,11 @@ def rows(unit: Unit, names: list[str]) -> Iterator[pa.RecordBatch]:
     with _opened(unit.file) as reader:
         for batch in _batches(reader):
             chosen = batch.select(names)
+            has_large = any(map(pa.types.is_large_string, chosen.schema.types))
             for first in range(0, batch.num_rows, ROWS_AT_ONCE):
-                yield chosen.slice(first, ROWS_AT_ONCE)
+                part = chosen.slice(first, ROWS_AT_ONCE)
+                # A copy: Arrow casts no 64-bit offsets above 2 GB to 32 bits, be there few bytes between them.
+                yield part.take(np.arange(part.num_rows)) if has_large else part
 
 
 @contextmanager

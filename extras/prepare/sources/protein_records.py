@@ -92,9 +92,13 @@ def columns_of(file: File, wanted: Wanted) -> Columns | None:
 
 
 def all_columns(paths: Iterable[Path], flags: RecordFlags) -> list[Columns | None]:
-    """`columns_of` of all files, so that a wrong one is an error before anything is read."""
+    """`columns_of` of all files, so that a wrong one is an error before anything is read. UserError for the flag of a
+    column if no file has columns."""
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda path: columns_of(file_of(path, flags.content), flags.columns_wanted), paths))
+        found = list(pool.map(lambda path: columns_of(file_of(path, flags.content), flags.columns_wanted), paths))
+    if (given := [name for name in flags.changing if name.endswith("_column")]) and not any(found):
+        raise UserError(f"--{given[0]} {flags.changing[given[0]]}: no file of the input has columns: drop the flag")
+    return found
 
 
 def read_records(

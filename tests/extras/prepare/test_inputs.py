@@ -17,9 +17,11 @@ import pytest
 from common.cli import UserError
 from common.models.esm2.alphabet import encode
 from extras.prepare.output_directory import read_record
+from extras.prepare.sources.formats import FORMATS
 from extras.prepare.sources.protein_records import RecordFlags, read_records
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, expect_error, load, proteins, write_fasta
 from tests.extras.prepare.local_servers import http_server
+from tests.extras.prepare.sources import toy_format
 
 ROWS = proteins(30)
 CLUSTERED = [(f"UniRef50_{number // 3}", f"UniRef90_{name}", text) for number, (name, text) in enumerate(ROWS)]
@@ -111,6 +113,14 @@ def test_inputs_have_uniref_clusters(tmp_path, name):
     rows = [*CLUSTERED[:-1], (None, *CLUSTERED[-1][1:])]
     path = write(tmp_path / name, table_of(rows, UNIREF))
     assert records(path) == [(member, text, cluster) for cluster, member, text in rows]
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())], ids=str)
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.arrow"])
+def test_inputs_of_any_type_of_texts(tmp_path, name, kind):
+    table = table_of(CLUSTERED, UNIREF)
+    path = write(tmp_path / name, table.cast(pa.schema([(column, kind) for column in UNIREF])))
+    assert records(path) == [(member, text, cluster) for cluster, member, text in CLUSTERED]
 
 
 def test_inputs_clusters_come_through_step_0(tmp_path):
@@ -328,6 +338,20 @@ def test_inputs_with_a_named_column_that_is_not_there(tmp_path):
     line = expect_error("1.tokenize_uniref_csv.py", *flags)
     assert line == f"error: {tmp_path}/a.parquet: no column clan (--cluster_column), only id, sequence"
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_inputs_without_columns_refuse_the_flag_of_one(tmp_path):
+    write(tmp_path / "a.fasta")
+    for script in (DOWNLOAD, TOKENIZE):
+        with pytest.raises(UserError, match="--id_column gene: no file of the input has columns: drop the flag"):
+            call(script, "--source", tmp_path / "a.fasta", "--id_column", "gene", "--output_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_inputs_of_a_format_that_has_texts_alone_are_numbered(tmp_path, monkeypatch):
+    monkeypatch.setitem(FORMATS, "pairs", toy_format.FORMAT)
+    (tmp_path / "a.pairs").write_text("".join(f"{name} {text}\n" for name, text in ROWS))
+    assert records(tmp_path / "a.pairs") == [(f"a-{row}", text) for row, (_, text) in enumerate(ROWS, 1)]
 
 
 def test_step_0_refuses_clusters_that_are_all_missing(tmp_path):
