@@ -131,8 +131,9 @@ class SourceFlags(BatchFlags):
     )
     dataset: str | None = flag(
         None,
-        "Instead of --dataset_dir, for proteins as they are: a file, directory or glob of parquet, JSON lines, CSV "
-        "or FASTA (column sequence or text), a Hub dataset, or `sample`: generated proteins. Needs --max_steps.",
+        "Instead of --dataset_dir, for proteins as they are: a file, directory or glob of parquet, Arrow, JSON "
+        "lines, CSV or FASTA (column sequence or text), a Hub dataset, or `sample`: generated proteins. Needs "
+        "--max_steps.",
     )
     streaming: bool = flag(False, "If a Hub --dataset is larger than the disk: read it in place.")
     max_record_length: int = flag(LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it.")

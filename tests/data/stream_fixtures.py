@@ -32,6 +32,11 @@ def write(path, texts: list[str], column: str = "sequence", row_group: int = 50)
         table = pa.table({"id": [str(i) for i in range(len(texts))], column: texts})
         pa.parquet.write_table(table, path, row_group_size=row_group)
         return path
+    if name.endswith(".arrow"):
+        table = pa.table({"id": [str(i) for i in range(len(texts))], column: texts})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=row_group)
+        return path
     if name.endswith(".jsonl"):
         text = "".join(json.dumps({"id": i, column: t}) + "\n" for i, t in enumerate(texts))
     elif name.endswith((".csv", ".tsv")):

@@ -26,7 +26,7 @@ from tests.data.stream_fixtures import first_epoch, plan_of, proteins, write
 def test_reader_cleans_texts_and_counts_unknown(tmp_path):
     """In every format, as FASTA files and step 1 have it."""
     texts = ["MKV LAG*", " mk\tv ", "MKV**", "M1K*J" + "LA" * 15, "M K V L A"]
-    for name in ("a.parquet", "a.jsonl", "a.csv", "a.fasta"):
+    for name in ("a.parquet", "a.arrow", "a.jsonl", "a.csv", "a.fasta"):
         plan = plan_of(write(tmp_path / name, texts), 1)
         assert sorted(first_epoch(plan)) == sorted(["MKVLAG", "MKV", "MKV", "M?K??" + "LA" * 15, "MKVLA"]), name
         pack, ids, _ = next(Stream(plan, 0))

@@ -17,7 +17,9 @@ from extras.prepare.sources.streams import Stream, StreamedOrder, StreamPosition
 from tests.data.stream_fixtures import PACKED, PADDED, first_epoch, plan_of, proteins, texts_of, write
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.fasta", "a.fa.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.arrow", "a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.fasta", "a.fa.gz"]
+)
 @pytest.mark.parametrize("packing", [PACKED, PADDED])
 def test_stream_reads_every_protein_once_an_epoch(tmp_path, name, packing):
     plan = plan_of(write(tmp_path / name, proteins()), **packing)
