@@ -25,6 +25,7 @@ import pyarrow.parquet
 from common.cli import UserError, log_every, one_line
 from common.data.clusters import DIRECTORY, Clusters
 from common.files.safe_files import sync, sync_directory
+from extras.prepare.cluster_names import explain
 from extras.prepare.encode import hash_names
 from extras.prepare.output_directory import Build
 from extras.prepare.sources.compression import STRADDLING, check_file, open_decompressed
@@ -37,6 +38,7 @@ WINDOW = 1 << 16
 INDEXED = "indexed splits"  # in the journal
 COLUMNS = ("ur50_id", "ur90_id")
 BLOCK_BYTES = 4 << 20  # of a text file; longest row
+MAX_MISSING = 0.1  # largest share of records that a table may lack: each is a cluster of its own
 WANTED = (
     f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header, or "
     "the _cluster.tsv of mmseqs2"
@@ -116,12 +118,29 @@ def by_table(
 ) -> Callable[[Path], Joined]:
     """For `split_by_clusters`. ids: of all records, block by block; by_number: the table has the records' numbers
     (`cluster_records`)."""
-    names = (lambda: numbers(ids())) if by_number else (lambda: map(without_prefix, ids()))
-    return lambda directory: join(map(hash_names, names()), read_table(table), seed, directory)
+
+    def join_table(directory: Path) -> Joined:
+        names = numbers(ids()) if by_number else map(without_prefix, ids())
+        joined = join(map(hash_names, names), read_table(table), seed, directory)
+        records = joined.buckets.rows
+        if joined.missing > MAX_MISSING * records:  # single-record clusters would put relatives into different splits
+            raise UserError(
+                f"--cluster_table {table}: names only {records - joined.missing:,} of the {records:,} records: "
+                f"{explain(ids(), read_names(table))}"
+            )
+        return joined
+
+    return join_table
 
 
 def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Hashes of the names of clusters and members, uint64 [n] each, block by block."""
+    for clusters, members in read_names(path):
+        yield hash_names(clusters), hash_names(without_prefix(members))
+
+
+def read_names(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
+    """The names of clusters and members, block by block. UserError for a table that cannot be read."""
     check_file(path, f"--cluster_table {path}")
     with open(path, "rb") as file:
         magic = file.read(4)
@@ -131,7 +150,7 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for names in (clusters, members):
                 if bad := np.flatnonzero(np.diff(characters(names)[1]) == 0).tolist():
                     raise UserError(f"--cluster_table {path}: row {row + bad[0]}: a name is empty: remove the row")
-            yield hash_names(clusters), hash_names(without_prefix(members))
+            yield clusters, members
             row += len(members)
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:

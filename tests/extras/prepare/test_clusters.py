@@ -284,24 +284,50 @@ def test_train_by_clusters_resumes(dataset, tmp_path):
     assert "no clusters: tokenise with --cluster_table" in said
 
 
+OTHERS = "is it the table of these proteins, and of the same release"
+
+
 @pytest.mark.parametrize(
-    "table",
+    ("record", "table", "message"),
     [
-        "ur50_id\tur90_id\n",
-        "ur50_id\tur90_id\n" + "".join(f"UniRef90_{i}\tUniRef50_{i}\n" for i in range(20)),
-        "".join(f"UniRef50_A{i}\tUniRef90_X{i}\n" for i in range(20)),
-        "".join(f"UniRef50_A{i}\tUniRef90_{i}\n" for i in range(9)),
+        ("UniRef90_{}", "ur50_id\tur90_id\n", OTHERS),
+        ("UniRef90_{}", ["UniRef50_A{0}\tUniRef90_X{0}\n"], OTHERS),
+        ("UniRef90_{}", ["UniRef50_A{0}\tUniRef90_{0}\n"] * 10, OTHERS),
+        ("UniRef90_{}", ["UniRef50_A{0}\tUniRef90_{0}\n"] * 17, OTHERS),
+        (
+            "UniRef90_{}",
+            "ur50_id\tur90_id\n" + "".join(f"UniRef90_{i}\tUniRef50_{i}\n" for i in range(20)),
+            "20 of the first 20 would be there if its columns were in the order cluster, member",
+        ),
+        ("sp|P{}|A_HUMAN", ["UniRef50_A{0}\tUniRef90_P{0}\n"] * 20, "all but the accession of .* the records' ids"),
+        ("P{}.1", ["UniRef50_A{0}\tUniRef90_P{0}\n"] * 20, "20 of .* if the version, as '.1', .* the records' ids"),
+        ("NP_{}", ["UniRef50_A{0}\tUniRef90_NP_{0}.2\n"] * 20, "the version, as '.1', .* from the table's names"),
+        ("P{}-2", ["UniRef50_A{0}\tUniRef90_P{0}\n"] * 20, "the isoform, as '-2', .* from the records' ids"),
+        ("P{}", ["c{0}\tUniRef100_P{0}\n"] * 20, "if 'UniRef50_' or 'UniRef100_' .* the table's names"),
+        ("tr|P{}|A", ["c{0}\tUniRef100_P{0}.3\n"] * 20, "20 of .* if both had accessions alone"),
     ],
-    ids=["header only", "columns the other way round", "other proteins", "less than half of them"],
 )
-def test_split_by_clusters_refuses_a_table_of_other_proteins(tmp_path, table):
+def test_split_by_clusters_refuses_a_table_of_other_names(tmp_path, record, table, message):
     """Each record would be a cluster of its own, and relatives stand in training and validation."""
     (tmp_path / "csv").mkdir()
+    if isinstance(table, list):
+        table = "ur50_id\tur90_id\n" + "".join(line.format(i) for i, line in enumerate(table))
     (tmp_path / "csv/table.tsv").write_text(table)
-    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"UniRef90_{i},MKV\n" for i in range(20)))
-    with pytest.raises(UserError, match=r"names only \d of the 20 records: is it the table of these proteins"):
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"{record.format(i)},MKV\n" for i in range(20)))
+    with pytest.raises(UserError, match=rf"names only \d+ of the 20 records: .*{message}") as error:
         tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 2, "--test_size", 1)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_split_by_clusters_takes_names_with_and_without_uniref90(tmp_path):
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/table.tsv").write_text("".join(f"UniRef50_A{i // 2}\tUniRef90_P{i}\n" for i in range(40)))
+    lines = (f"P{i},MK{different(i)}\n" for i in range(44))  # 4 of 44 are not in the table
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(lines))
+    tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 4, "--test_size", 4)
+    report = json.loads((tmp_path / "out/arrow/data_report.json").read_text())
+    assert (report["not_in_cluster_table"], report["records"]) == (4, 44)
 
 
 def test_read_table_accepts_mmseqs2_output(tmp_path):
