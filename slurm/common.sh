@@ -310,10 +310,12 @@ nodes_are_free() {
 
 # Put this job back into the queue: same number, same script, same arguments.
 requeue() {
-  local state="" try
+  local state="" try job=$SLURM_JOB_ID
+  # The number of one task of an array is the array's: to requeue that would requeue all tasks.
+  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
   # The controller may be down for a moment, or restarting: retry a failed query.
   for ((try = 1; try <= CONTROLLER_TRIES; try++)); do
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %r") && break
+    state=$(squeue --noheader --jobs="$job" --format="%T %r") && break
     echo "$(date +%T) squeue does not answer ($try of $CONTROLLER_TRIES)" >&2
     sleep "$CONTROLLER_PAUSE"
   done
@@ -321,13 +323,13 @@ requeue() {
   # has noticed a dead node and requeues it itself. After the walltime the reason is TimeLimit.
   case $state in
     RUNNING* | *TimeLimit) ;;
-    *) echo "$(date +%T) not requeueing job $SLURM_JOB_ID: Slurm says $state"; return ;;
+    *) echo "$(date +%T) not requeueing job $job: Slurm says $state"; return ;;
   esac
   if [ "$restarts" -ge "$MAX_REQUEUES" ]; then fail "not requeued: $restarts times is MAX_REQUEUES"; fi
-  echo "$(date +%T) requeueing job $SLURM_JOB_ID: $1"
+  echo "$(date +%T) requeueing job $job: $1"
   for ((try = 1; try <= CONTROLLER_TRIES; try++)); do
-    if scontrol requeue "$SLURM_JOB_ID"; then return; fi
+    if scontrol requeue "$job"; then return; fi
     sleep "$CONTROLLER_PAUSE"
   done
-  fail "not requeued: scontrol requeue $SLURM_JOB_ID has failed $CONTROLLER_TRIES times: submit the same command again"
+  fail "not requeued: scontrol requeue $job has failed $CONTROLLER_TRIES times: submit the same command again"
 }
