@@ -70,6 +70,9 @@ export CP_SIZE=${CP_SIZE:-2}
 # The text that train-clm-template.yaml trains on, and what cuts it: `model` is the tokenizer that MODEL was published with.
 export TEXT_FLAGS=${TEXT_FLAGS:---dataset=allenai/c4 --dataset_config_name=en --tokenizer=model}
 
+# Pods of prepare-shards-template.yaml, which prepare the data together.
+export SHARDS=${SHARDS:-16}
+
 # 1: the guide's run of 100,000 proteins with the 8M model, whatever MODEL says, with results where the guide looks.
 export GUIDE=${GUIDE:-0}
 

@@ -102,6 +102,7 @@ text=$(sed -E '/^ *[a-z].* # [^ ]*\[[A-Z_]+\][^ ]*$/{
   s/^( *)value: .* # \[([A-Z]+_FLAGS)\]$/\1value: |1-\n\1  [\2]/
   s/: (.* )?# ([^ ]*)$/: "\2"/
   s/"(\[MIN_NODES\])"$/\1/
+  s/^( *(completions|parallelism): )"(\[SHARDS\])"$/\1\3/
   s/\[([A-Z_]+)\]/${\1}/g
 }' <<<"$text")
 text=${text// --cp_size=2 / --cp_size=\$\{CP_SIZE\} }
@@ -130,6 +131,7 @@ for name in $more $names; do
       ;;
     GUIDE) must_be "$name" '[01]' "1 for the guide's run, else 0" ;;
     NUM_NODES | MIN_NODES) must_be "$name" '[1-9][0-9]{0,5}' "not a number of nodes, at least 1, in plain digits" ;;
+    SHARDS) must_be "$name" '[1-9][0-9]{0,3}' "not a number of shards, at least 1, in plain digits" ;;
     CP_SIZE) must_be "$name" '[1-9][0-9]{0,5}' "not a number of ranks, at least 1, in plain digits" ;;
     GPU_PER_NODE | EFA_PER_NODE) must_be "$name" '0|[1-9][0-9]{0,5}' "not a number of devices, in plain digits" ;;
     MEMORY | HUGEPAGES) must_be "$name" '(0|[1-9][0-9]{0,14})([KMGTP]i|[kMGTP])?' "not an amount of memory, as 16Gi" ;;

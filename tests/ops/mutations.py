@@ -95,6 +95,8 @@ for right, wrong in (
     ("csi", "CSI"),
     ("claimRef", "claimReference"),
     ("command", "commands"),
+    ("podFailurePolicy", "podFailPolicy"),
+    ("completionMode", "completionmode"),
     ("apiVersion", "version"),
 ):
     misspell(right, wrong)
@@ -108,6 +110,7 @@ set_field("schema", "replicas", DELETE, kinds=PYTORCH)
 set_field("schema", "minReplicas", None)
 set_field("schema", "rdzvId", "")
 set_field("schema", "numNodes", "2")
+set_field("schema", "completions", "sixteen")
 set_field("schema", "mountPath", 5)
 set_field("schema", "mountPath", DELETE)
 set_field("schema", "containerPort", "a port")
@@ -210,7 +213,7 @@ set_variable("secrets", "HF_TOKEN", {"value": "hf_" + "abcdefgh" * 3})
 set_variable("secrets", "HF_TOKEN", {"valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}})
 set_variable("secrets", "HF_HOME", {"value": "hf_" + "abcdefgh" * 3})
 set_variable("secrets", "HF_TOKEN", None)
-for field in ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "backoffLimit"):
+for field in ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "backoffLimit", "backoffLimitPerIndex"):
     set_field("lifetime", field, DELETE)
 set_field("lifetime", "terminationGracePeriodSeconds", 30, kinds=JOBS)
 set_field("lifetime", "terminationGracePeriodSeconds", DELETE, kinds=JOBS)
@@ -218,7 +221,21 @@ set_variable("lifetime", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", None)
 set_variable("lifetime", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", {"value": "3600"})
 for policy in ("Never", "OnFailure"):
     set_field("restarts", "restartPolicy", policy, kinds=PYTORCH)
-set_field("restarts", "restartPolicy", "Never", kinds=("Job",))
+
+
+@mutation("restarts", "a Job's pod with the other restartPolicy")
+def _(document: dict) -> bool:
+    other = {"Never": "OnFailure", "OnFailure": "Never"}
+    found = list(holders(document, "restartPolicy")) if document["kind"] == "Job" else []
+    for holder in found:
+        holder["restartPolicy"] = other[holder["restartPolicy"]]
+    return bool(found)
+
+
+set_field("restarts", "podFailurePolicy", DELETE)
+set_field("restarts", "values", [1], "another exit status is final", kinds=("Job",))
+set_field("restarts", "onPodConditions", [])
+set_field("restarts", "completionMode", DELETE)
 set_field("restarts", "minReplicas", 3)
 set_field("restarts", "minReplicas", 0)
 set_field("restarts", "maxReplicas", 1)

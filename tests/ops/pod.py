@@ -64,7 +64,7 @@ def started(container: dict, more: dict[str, str]) -> tuple[list[str], dict[str,
 
 
 def operator_variables(job: dict, index: int, port: int) -> dict[str, str]:
-    """What the operator of the job's kind tells torchrun in the pod of that index; the pods here share one host."""
+    """What the controller of the job's kind tells the pod of that index; the pods here share one host."""
     spec = job["spec"]
     if job["kind"] == "PyTorchJob":
         elastic = spec["elasticPolicy"]
@@ -86,7 +86,7 @@ def operator_variables(job: dict, index: int, port: int) -> dict[str, str]:
             "PET_MASTER_ADDR": "127.0.0.1",
             "PET_MASTER_PORT": str(port),
         }
-    return {}
+    return {"JOB_COMPLETION_INDEX": str(index)} if "completionMode" in spec else {}
 
 
 class Pod:

@@ -23,6 +23,9 @@ DEVICES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")
 HYPERPOD = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "aws-hyperpod"}}}  # its operator
 OWN_NAME = "-fsdp"  # the end of the FSDP guide's jobs' names: only the guide's variables, each job has its own Secret
 SAVE_S = 300  # the least that ranks get to save after a stop signal
+# The rules of a Job's podFailurePolicy: bad input is final, a pod that had to leave its node does not count.
+FINAL = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
+MOVED = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 RULES: dict[str, Callable[[dict], Iterator[str]]] = {}
 
 
@@ -176,8 +179,9 @@ def lifetime(document: dict) -> Iterator[str]:
     """Nothing lives for ever, and a pod has time to save after a stop signal."""
     spec = document.get("spec", {})
     policy = spec.get("runPolicy", {}) if document["kind"] in PORTS else spec
+    tries = "backoffLimitPerIndex" if "completionMode" in spec else "backoffLimit"
     wanted = {
-        "Job": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "backoffLimit"),
+        "Job": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", tries),
         "PyTorchJob": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "backoffLimit"),
         "HyperPodPyTorchJob": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "jobMaxRetryCount"),
         "TrainJob": ("activeDeadlineSeconds",),
@@ -197,8 +201,18 @@ def lifetime(document: dict) -> Iterator[str]:
 @rule
 def restarts(document: dict) -> Iterator[str]:
     """Preempted work comes back by itself, and meets its own in a rendezvous of its own."""
-    if document["kind"] == "Job" and document["spec"]["template"]["spec"]["restartPolicy"] != "OnFailure":
-        yield "does not start again"
+    if document["kind"] == "Job":
+        final = document["spec"].get("podFailurePolicy", {}).get("rules", [])
+        (pod,), (container,) = pods(document), containers(document)
+        if pod["spec"]["restartPolicy"] != ("Never" if final else "OnFailure"):
+            yield "does not start again"
+        if final and final != [
+            FINAL | {"onExitCodes": FINAL["onExitCodes"] | {"containerName": container["name"]}},
+            MOVED,
+        ]:
+            yield f"podFailurePolicy {final}"
+        if ("completionMode" in document["spec"]) != ("JOB_COMPLETION_INDEX" in str(container["args"])):
+            yield "an index that is not used, or not there"
     if document["kind"] != "PyTorchJob":
         return
     spec = document["spec"]

@@ -239,9 +239,10 @@ def test_pods_say_what_they_train_on_without_the_guide_variable(name, tmp_path):
     assert "# Trains facebook/esm2_t36_3B_UR50D for an epoch of all proteins; where GUIDE=1" in template_head(template)
 
 
-@pytest.mark.parametrize(
-    "template", [*TRAINING, "download-data-template.yaml", "preprocess-template.yaml", *GUIDE_JOBS[:1]]
-)
+DATA = ("download-data", "preprocess", "prepare-shards", "merge-shards")
+
+
+@pytest.mark.parametrize("template", [*TRAINING, *(f"{name}-template.yaml" for name in DATA), *GUIDE_JOBS[:1]])
 def test_pods_without_variables_name_them_and_end_with_2(template):
     """`envsubst` in a shell that has not sourced the variables."""
     text = gettext_envsubst(template, {})

@@ -54,7 +54,7 @@ def assert_good(text: str) -> None:
 
 def test_templates_have_the_guides_names():
     guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"}
-    guides |= {"fsx-pv-pvc", "train-clm"}
+    guides |= {"fsx-pv-pvc", "train-clm", "prepare-shards", "merge-shards"}
     others = {"view-fsx.yaml", "job-uid.yaml"}
     assert {f"{name}-template.yaml" for name in guides} | others == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}

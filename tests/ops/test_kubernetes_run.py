@@ -37,6 +37,8 @@ SMALL = {
     "dataloader_num_workers": 0,
 }
 
+SIZES = "--train_size=240 --validation_size=40 --test_size=20 --preprocessing_num_workers=1"
+
 
 def flags(**more) -> str:
     return " ".join(f"--{name}={value}" for name, value in (SMALL | more).items())
@@ -51,10 +53,9 @@ def volume(tmp_path_factory) -> Path:
     """/fsx-shared with the data that the two data templates make of a FASTA file on it."""
     volume = tmp_path_factory.mktemp("fsx-shared")
     write_sample(volume / "mine.fasta", num_proteins=300, families=12, seed=7)
-    sizes = "--train_size=240 --validation_size=40 --test_size=20 --preprocessing_num_workers=1"
     for template, variables in (
         ("download-data-template.yaml", {"DOWNLOAD_FLAGS": "--source=/fsx-shared/mine.fasta"}),
-        ("preprocess-template.yaml", {"PREPROCESS_FLAGS": sizes}),
+        ("preprocess-template.yaml", {"PREPROCESS_FLAGS": SIZES}),
     ):
         pod = Pod(job(template, volume, **variables), volume / f"{template}.log")
         assert pod.end() == 0, pod.said()
@@ -77,6 +78,34 @@ def test_data_templates_prepare_the_data(volume):
     ]
     assert (volume / "esm" / "csv" / "x000.csv").read_text().count("\n") == 301
     assert json.loads((volume / "esm/processed/arrow/train/state.json").read_text())["_data_files"]
+
+
+def test_shards_of_pods_merge_to_the_bytes_of_one_pod(volume, pods, tmp_path):
+    """One pod is killed, and another of its index takes its place. A merge that comes too early ends with 2."""
+    (tmp_path / "esm").mkdir()
+    shutil.copytree(volume / "esm" / "csv", tmp_path / "esm" / "csv")
+    text = (tmp_path / "esm/csv/x000.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "esm/csv/x000.csv").write_text("".join(text[:150]))
+    (tmp_path / "esm/csv/x001.csv").write_text("".join([text[0], *text[150:]]))
+    variables = {"SHARDS": "2", "PREPROCESS_FLAGS": SIZES}
+    shards, merge = (job(f"{name}-shards-template.yaml", tmp_path, **variables) for name in ("prepare", "merge"))
+    assert (shards["spec"]["completions"], shards["spec"]["parallelism"]) == (2, 2)
+    pods.append(early := Pod(merge, tmp_path / "early.log"))
+    assert early.end() == 2
+    assert "--merge 2: 2 of 2 shards are not complete" in early.said()
+    killed = Pod(shards, tmp_path / "killed.log", 0)
+    wait_until(lambda: (tmp_path / "esm/processed/shards/0-of-2").exists() or not killed.alive(), said=killed.said)
+    killed.kill()
+    for index in (0, 1):
+        pods.append(pod := Pod(shards, tmp_path / f"{index}.log", index))
+        assert pod.end() == 0, pod.said()
+    pods.append(last := Pod(merge, tmp_path / "merge.log"))
+    assert last.end() == 0, last.said()
+    of_shards, of_one = (directory / "esm" / "processed" / "arrow" for directory in (tmp_path, volume))
+    for split in ("train", "validation", "test"):
+        files = {path.name for path in (of_one / split).glob("*.arrow")}
+        assert files
+        assert all((of_shards / split / name).read_bytes() == (of_one / split / name).read_bytes() for name in files)
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,25 @@ from tests.ops.manifests import (
 
 pytestmark = pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
 EVERYTHING = GUIDE | FILE_SYSTEM | SWITCHED | {"IMAGE_URI": "registry/image:tag", "RUN_ID": "7", "HUGEPAGES": "5120Mi"}
-EVERYTHING |= {"INIT_FROM": "/fsx-shared/start/final_model", "GUIDE": "0"}
+EVERYTHING |= {"INIT_FROM": "/fsx-shared/start/final_model", "GUIDE": "0", "SHARDS": "8"}
 FLAGS = {"DOWNLOAD_FLAGS": "", "PREPROCESS_FLAGS": "--a=1", "TRAIN_FLAGS": "--b", "TEXT_FLAGS": "--dataset=x --c"}
-NUMBERS = ("replicas", "minReplicas", "maxReplicas", "numNodes", "nvidia.com/gpu", "vpc.amazonaws.com/efa")
+NUMBERS = (
+    "completions",
+    "parallelism",
+    "replicas",
+    "minReplicas",
+    "maxReplicas",
+    "numNodes",
+    "nvidia.com/gpu",
+    "vpc.amazonaws.com/efa",
+)
 # The template with the most variables, but for those that only another one has.
 OTHERS = {
     "CP_SIZE": "train-ddp-cp-template.yaml",
     "TEXT_FLAGS": "train-clm-template.yaml",
     "DOWNLOAD_FLAGS": "download-data-template.yaml",
     "PREPROCESS_FLAGS": "preprocess-template.yaml",
+    "SHARDS": "prepare-shards-template.yaml",
     **dict.fromkeys([*FILE_SYSTEM, "AWS_REGION"], "fsx-pv-pvc-template.yaml"),
 }
 VALUES = (
@@ -71,7 +81,7 @@ def template_of(name: str) -> tuple[list[dict], list[str]]:
     text = re.sub(r"(?m)^( *)# \[\w+\] ", r"\1", text).replace(" --cp_size=2 ", " --cp_size=[CP_SIZE] ")
     text = re.sub(r"(?m)^( *value: ).* # (\[[A-Z]+_FLAGS\])$", r'\1" \2"', text)
     text = re.sub(r"(?m)^( *[\w./-]+: )(?:.* )?# (\S*\[[A-Z_]+\]\S*)$", r'\1"\2"', text)
-    return documents(re.sub(r"\[([A-Z]+(?:_[A-Z]+)+|NAMESPACE|MEMORY|HUGEPAGES)\]", r"${\1}", text)), switches
+    return documents(re.sub(r"\[([A-Z]+(?:_[A-Z]+)+|NAMESPACE|MEMORY|HUGEPAGES|SHARDS)\]", r"${\1}", text)), switches
 
 
 def assert_refused_or_exact(name: str, variables: dict[str, str]) -> bool:
