@@ -35,6 +35,7 @@ class TrainingData(Protocol):
     """What a run needs of its data, prepared or streamed."""
 
     identity: dict  # of the data and their order: a checkpoint's position is valid only for the same identity
+    extends: tuple[str, ...]  # identities ("dataset") of earlier data whose records these begin with
     end: Position | None  # where the run ends; None: after --max_steps
 
     @property
@@ -83,6 +84,7 @@ class PlannedData:
     plan: BatchPlan
     num_examples: int  # of an epoch
     end: Position | None  # None: after --max_steps
+    extends: tuple[str, ...] = ()
 
     def total_steps(self, packs_per_step: PacksPerStep, step: int, position: dict) -> int:
         """See BatchPlan.count for what is exact: the run ends where its data do (`finished`), which may be a few
@@ -117,6 +119,7 @@ class PreparedData(PlannedData):
         assert flags.dataset_dir is not None  # the flags say so, without --dataset
         self.directory = Path(flags.dataset_dir)
         self.store = open_split(self.directory, "train", tokens, flags.max_train_samples)
+        self.extends = self.store.extends
         self.identity = {
             "dataset": self.store.fingerprint,
             "seed": flags.seed,

@@ -16,6 +16,7 @@ from common.checkpoint.files import (
     read_manifest,
 )
 from common.cli import UserError
+from common.data.training_data import TrainingData
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.models.layers.backend import BACKENDS, KEPT_ON_RESUME
@@ -42,15 +43,16 @@ class ResumePlan:
         saved = self.state.arguments
         return {k: str(saved.get(k)) for k in KEPT_ON_RESUME} if saved.get("backend") in BACKENDS else {}
 
-    def check(self, fingerprint: dict, identity: dict, weights: str | None, optim: str, output_dir: str) -> None:
+    def check(self, fingerprint: dict, data: TrainingData, weights: str | None, optim: str, output_dir: str) -> None:
         """UserError if the checkpoint is of another model, data, initial weights or optimiser. No collective.
 
-        fingerprint, identity: of the model and of the data; the others: --model_name_or_path, --optim, --output_dir.
+        fingerprint: of the model; the others: of the run, --model_name_or_path, --optim, --output_dir.
         """
         if self.checkpoint is not None:
             check_same_model(self.checkpoint, self.model, fingerprint)
             check_same_start(self.state.arguments, weights, optim, output_dir)
-            check_same_data(self.state.data, identity)
+            self.state.enter_extended(data)
+            check_same_data(self.state.data, data.identity)
 
 
 def plan_resume(flags: CheckpointFlags, trains: bool, restarted: bool, world: World) -> ResumePlan:

@@ -111,7 +111,7 @@ def set_up(
     with world.raise_together():
         resume.check(
             fingerprint=built.config.fingerprint(),
-            identity=task.data.identity,
+            data=task.data,
             weights=args.model.model_name_or_path,
             optim=args.optimizer.optim,
             output_dir=args.checkpoint.output_dir,

@@ -159,6 +159,17 @@ class TrainerState:
         self.data, self.arguments, self.resolved = identity, arguments, implementation | plan.to_json()
         self.packs_per_step, self.gradient_factor = plan.packs_per_step.plain, grad_scale
 
+    def enter_extended(self, data: TrainingData) -> None:
+        """If `data` extend the checkpoint's, whose positions they do not have, begin their next epoch."""
+        if self.data.get("dataset") not in data.extends:
+            return
+        at = Position(**self.position)
+        self.position = asdict(Position(at.epoch + (at > Position(at.epoch))))
+        replaced = {"dataset", "sample_clusters"} & self.data.keys() & data.identity.keys()
+        self.data = self.data | {name: data.identity[name] for name in replaced}
+        self.resolved |= {"total_steps": None, "last_step": None}
+        logger.info("Extended data: their epoch %d begins at step %d", self.position["epoch"] + 1, self.step + 1)
+
     def advance(
         self, position: dict, epoch: float, counts: StepCounts, flops: float, seconds: float, result: StepResult
     ) -> None:

@@ -121,6 +121,7 @@ class StreamedData:
 
     num_examples = None
     end = None
+    extends: tuple[str, ...] = ()
 
     def __init__(self, flags: BatchFlags):
         self.flags = flags
