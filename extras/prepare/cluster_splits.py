@@ -63,18 +63,13 @@ def split_by_clusters(
 
     join_records: the records by cluster, in files below a directory (`by_table`, or `of_clusters`); source: of the
     clusters, for messages; sizes_of: number of records -> sizes of the splits; all_left: train takes all other
-    records. UserError if most records are in no cluster of the source.
+    records.
     """
     directory = build.scratch / DIRECTORY
     if (clustered := build.done("clustered")) is None:
         shutil.rmtree(directory, ignore_errors=True)
         joined = join_records(directory)
         records = joined.buckets.rows
-        if 2 * joined.missing > records:  # single-record clusters would put relatives into different splits
-            raise UserError(
-                f"{source}: names only {records - joined.missing:,} of the {records:,} records: is it "
-                "the table of these proteins, with its columns in the order cluster, member?"
-            )
         labels = draw_splits(joined.buckets, sizes_of(records), all_left, directory / "labels.npy")
         sizes = [int((labels == split).sum()) for split in range(len(SPLITS))]
         clustered = {"sizes": sizes, "repeated": joined.repeated, "missing": joined.missing}
