@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
 
@@ -348,15 +349,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _converter(annotation: str) -> Callable[[str], Any]:
-    kinds = {"Literal['auto']": _number_or_auto, "bool": _boolean, "int": int, "float": float}
-    return next((kind for name, kind in kinds.items() if name in annotation), str)
+    kinds = {"bool": _boolean, "int": int, "float": float}
+    kind: Callable[[str], Any] = next((kind for name, kind in kinds.items() if name in annotation), str)
+    return partial(_or_auto, kind) if "Literal['auto']" in annotation else kind
 
 
-def _number_or_auto(text: str) -> int | str:
+def _or_auto(kind: Callable[[str], Any], text: str) -> Any:
     try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
+        return text if text == "auto" else kind(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        what = "a number" if kind is int else "True or False"
+        raise argparse.ArgumentTypeError(f"{text!r} is neither {what} nor auto") from None
 
 
 def _boolean(text: str) -> bool:

@@ -8,7 +8,9 @@ records, so that a block of clusters is mostly a block of records too.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -22,7 +24,8 @@ DIRECTORY = "clusters"
 class Clusters:
     """The clusters of one split. Cheap to fork; pickles as its path.
 
-    offsets: uint32 [clusters + 1]; members: uint32 [records]; `len()` is the number of clusters.
+    offsets: [clusters + 1], members: [records], uint32, or int64 of 2^32 records and more; `len()` is the number of
+    clusters.
     """
 
     def __init__(self, directory: Path):
@@ -57,6 +60,27 @@ class Clusters:
         begin = self.offsets[clusters].astype(np.int64)
         sizes = self.offsets[clusters + 1].astype(np.int64) - begin
         return self.members[begin + scale(hash_counters(key, clusters), sizes)].astype(np.int64)
+
+
+def clusters_to_draw(
+    split_directory: Path, num_records: int, asked: bool | Literal["auto"]
+) -> tuple[Clusters | None, str]:
+    """The clusters that --sample_clusters, `asked`, draws by, None for records; and a line about what is drawn.
+
+    auto: those of the index, if the split has one of exactly these records.
+    """
+    clusters = None
+    if asked is True:
+        clusters = open_clusters(split_directory, num_records)
+    else:
+        with suppress(UserError):  # an index that nobody asked for may be damaged
+            clusters = open_clusters(split_directory, num_records)
+    if clusters and asked:
+        return clusters, f"clusters, then a member of each: {len(clusters):,} clusters of {num_records:,} proteins"
+    about = f"proteins, uniformly: {num_records:,} proteins"
+    if clusters:
+        about += f"; this split has an index of {len(clusters):,} clusters: --sample_clusters draws them as ESM-2 did"
+    return None, about
 
 
 def open_clusters(split_directory: str | Path, num_records: int) -> Clusters:

@@ -166,10 +166,10 @@ class DataFlags(SourceFlags):
         "To evaluate on proteins of your own (as --dataset, or what step 1 wrote), in place of the validation split "
         "of --dataset_dir or --dataset. NAME=PROTEINS: beside it, with results eval_NAME_...; several may be given.",
     )
-    sample_clusters: bool = flag(
+    sample_clusters: bool | Literal["auto"] = flag(
         False,
         "If large families dominate: draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's "
-        "--cluster_table or --cluster).",
+        "--cluster_table or --cluster); auto: where the data have them.",
     )
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
@@ -254,7 +254,7 @@ class DataFlags(SourceFlags):
 
     def check(self) -> None:
         _ = self.eval_sets
-        if self.dataset and self.sample_clusters:
+        if self.dataset and self.sample_clusters is True:
             raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table or --cluster")
         if self.dataset and self.max_train_samples:
             raise UserError("--max_train_samples needs --dataset_dir: a --dataset is not counted; use --max_steps")

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.cli import UserError
 from common.data import TokenSet
-from common.data.clusters import cluster_numbers, open_clusters
+from common.data.clusters import cluster_numbers, clusters_to_draw
 from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates
 from common.data.flags import BatchFlags, DataFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
@@ -126,9 +126,9 @@ class PreparedData(PlannedData):
             "max_seq_length": flags.max_seq_length,
             **flags.pack_size,
         }
-        clusters = None
-        if flags.sample_clusters:
-            clusters = open_clusters(self.directory / "train", len(self.store))
+        train = self.directory / "train"
+        clusters, self.sampling = clusters_to_draw(train, len(self.store), flags.sample_clusters)
+        if clusters:
             self.identity["sample_clusters"] = clusters.content[:16]
         self.plan = BatchPlan(
             self.store.lengths, len(self.store), flags.seed, flags.max_seq_length, **flags.pack_size, clusters=clusters
@@ -137,6 +137,7 @@ class PreparedData(PlannedData):
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
     def order(self, packs_per_step: PacksPerStep) -> Order:
+        logger.info("Sampling %s", self.sampling)
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
 
     def held_out(self, split: str) -> ProteinStore | None:

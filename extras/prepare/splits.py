@@ -302,15 +302,19 @@ def without_copies(labels: np.ndarray, copies: np.ndarray, path: Path) -> np.nda
     return remaining
 
 
-def write_indices(joined: Buckets, labels: np.ndarray, directories: list[Path], scratch: Path) -> list[int]:
+def write_indices(
+    joined: Buckets, labels: np.ndarray, directories: list[Path], scratch: Path, most_in_32_bits: int = 1 << 32
+) -> list[int]:
     """offsets.npy and members.npy of each split, in its directory; returns the splits' numbers of clusters.
 
-    labels: uint8 [records] (as `split_labels`); the records of a cluster are all in one split, or unused.
+    labels: uint8 [records] (as `split_labels`); the records of a cluster are all in one split, or unused. The arrays
+    are uint32 below `most_in_32_bits` records, else int64.
     """
     count = len(labels)
+    dtype = np.uint32 if count < most_in_32_bits else np.int64
     # At each cluster's first used record its size, later its begin; and each record's number in its split.
-    begins = open_memmap(scratch / "begins.npy", "w+", np.uint32, (count,))
-    ranks = open_memmap(scratch / "ranks.npy", "w+", np.uint32, (count,))
+    begins = open_memmap(scratch / "begins.npy", "w+", dtype, (count,))
+    ranks = open_memmap(scratch / "ranks.npy", "w+", dtype, (count,))
     clusters = np.zeros(len(SPLITS), np.int64)
     for records, bounds in _used_clusters(joined, labels):
         first = records[bounds[:-1]]
@@ -318,9 +322,9 @@ def write_indices(joined: Buckets, labels: np.ndarray, directories: list[Path], 
         clusters += np.bincount(labels[first], minlength=len(SPLITS))
     members = []
     for split, directory in enumerate(directories):
-        offsets = open_memmap(directory / "offsets.npy", "w+", np.uint32, (int(clusters[split]) + 1,))
+        offsets = open_memmap(directory / "offsets.npy", "w+", dtype, (int(clusters[split]) + 1,))
         size = _write_offsets(begins, ranks, labels, split, offsets)
-        members.append(open_memmap(directory / "members.npy", "w+", np.uint32, (size,)))
+        members.append(open_memmap(directory / "members.npy", "w+", dtype, (size,)))
     for records, bounds in _used_clusters(joined, labels):
         first = records[bounds[:-1]]
         places = np.repeat(begins[first].astype(np.int64) - bounds[:-1], np.diff(bounds)) + np.arange(len(records))

@@ -263,14 +263,38 @@ def test_cluster_numbers_of_the_first_records(tmp_path):
         cluster_numbers(tmp_path, 7)
 
 
+def test_write_indices_in_64_bits_where_records_need_it(tmp_path):
+    """Above a limit int64, with the values that uint32 has below it."""
+    rng = np.random.default_rng(0)
+    joined = splits.Buckets(tmp_path / "joined")
+    joined.add(np.repeat(hash_names(pa.array(map(str, range(40)))), 5), rng.permutation(200))
+    joined.flush()
+    labels = splits.draw_splits(joined, (160, 20, 20), True, tmp_path / "labels.npy")
+    written = {}
+    for limit, dtype in ((201, np.uint32), (200, np.int64)):
+        paths = [tmp_path / str(limit) / split for split in splits.SPLITS]
+        for path in paths:
+            path.mkdir(parents=True)
+        splits.write_indices(joined, labels, paths, tmp_path, most_in_32_bits=limit)
+        written[dtype] = [np.load(path / f"{name}.npy") for path in paths for name in ("offsets", "members")]
+        assert {array.dtype for array in written[dtype]} == {np.dtype(dtype)}
+    assert all(map(np.array_equal, *written.values()))
+    (tmp_path / "200/train").rename(tmp_path / "200/clusters")
+    (tmp_path / "201/train").rename(tmp_path / "201/clusters")
+    wide, narrow = (open_clusters(tmp_path / name, int((labels == 0).sum())) for name in ("200", "201"))
+    assert np.array_equal(wide.numbers(), narrow.numbers())
+    assert np.array_equal(wide.draw(np.arange(len(wide)), 1), narrow.draw(np.arange(len(wide)), 1))
+
+
 def test_train_by_clusters_resumes(dataset, tmp_path):
     make_input(tmp_path / "csv", count=2000)
     names = tokenize(tmp_path / "csv", tmp_path / "out")["train"]
     splits = tmp_path / "out" / "arrow"
     flags = {"sample_clusters": True, "logging_steps": 2, "max_steps": None, "packs_per_step": 7}
-    train(splits, tmp_path / "whole", num_train_epochs=1, **flags)
+    said = train(splits, tmp_path / "whole", num_train_epochs=1, **flags)
+    assert "Sampling clusters, then a member of each: " in said
     train(splits, tmp_path / "parts", num_train_epochs=1, stop_at_step=4, **flags)
-    train(splits, tmp_path / "parts", num_train_epochs=1, **flags)
+    train(splits, tmp_path / "parts", num_train_epochs=1, **flags | {"sample_clusters": "auto"})
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     train(splits, tmp_path / "shared", 2, script="train_ddp_cp.py", num_train_epochs=1, **flags)
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
