@@ -31,7 +31,8 @@ from common.files.runs import read_run_info
 from common.files.safe_files import read_json, write_json
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
-from common.training.protein_losses import ProteinLosses, mean_and_error, read_losses
+from common.training.protein_losses import ProteinLosses, mean_and_error
+from extras.compare.losses_file import read_losses
 
 MODEL = "facebook/esm2_t6_8M_UR50D"
 # Decides which residues are hidden and what the model sees of a protein; in fp32, whatever a run trains in.

@@ -77,17 +77,6 @@ def log_every(what: str, every: float = 20.0) -> Iterator[None]:
         thread.join()
 
 
-def positional(description: str, usage: str, *counts: int) -> list[str]:
-    """The arguments of a command line without flags, `counts` of them; prints the description for --help."""
-    words = sys.argv[1:]
-    if not {"-h", "--help"}.isdisjoint(words):
-        print(f"usage: {usage}\n\n{description.strip()}")
-        raise SystemExit(0)
-    if len(words) not in counts:
-        raise UserError(f"usage: {usage}")
-    return words
-
-
 def is_first_on_node() -> bool:
     """Errors of the command line, which all ranks share, are printed once per node."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

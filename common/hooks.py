@@ -73,6 +73,9 @@ class Catalogue(Protocol):
     def open_files(self, flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict) -> Any:
         """--dataset, --eval_dataset: proteins of files, read in place."""
 
+    def untokenised(self, directory: Path, columns: Any = None) -> str:
+        """What to do with a directory of datasets' save_to_disk that has no tokens but `columns`; "" if it has."""
+
     def make_sample(self, output_dir: Path) -> Path:
         """--dataset sample: generated proteins."""
 

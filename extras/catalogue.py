@@ -111,6 +111,13 @@ def open_files(flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict
     return streamed_data.open_files(flags, tokens, world, evaluate, makers)
 
 
+def untokenised(directory: Path, columns: Any = None) -> str:
+    from extras.prepare.sources import saved_datasets
+
+    columns = columns or saved_datasets.untokenised_columns(directory)
+    return saved_datasets.as_parquet(directory, columns) if columns else ""
+
+
 def make_sample(output_dir: Path) -> Path:
     from extras.prepare import sample
 

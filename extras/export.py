@@ -23,12 +23,13 @@ from torch import Tensor
 from common.checkpoint import files
 from common.checkpoint.files import CONFIG, TRAINER_STATE, damage_of, newest_usable
 from common.checkpoint.reader import open_checkpoint
-from common.cli import UserError, one_line, positional, run
+from common.cli import UserError, one_line, run
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.files.safe_files import check_type, shorten
 from common.models.family import Family, families, family_of
 from common.models.layers.model_card import Training
+from extras.command_line import positional
 from extras.families.text.tokenizers import Tokenizer, load_tokenizer
 from extras.interop.stored_tensors import StoredTensors
 from extras.prepare.output_directory import check_free

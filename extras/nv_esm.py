@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from common.cli import positional, run
+from common.cli import run
 from common.models.esm2.alphabet import VOCAB_SIZE
 from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config
 from common.models.esm2.convert import ADAPTER
@@ -29,6 +29,7 @@ from common.models.layers.hf_directory import check_finite, check_tensors
 from common.models.layers.initialise import count_parameters
 from common.models.layers.model_card import Export
 from common.models.layers.write_directory import write_directory
+from extras.command_line import positional
 from extras.prepare.output_directory import check_free
 
 logger = logging.getLogger(__name__)

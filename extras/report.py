@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.cli import UserError, positional, run
+from common.cli import UserError, run
 from common.files.runs import BASELINES, METRICS, read_run_info
 from common.files.safe_files import read_json_lines
 from common.training.curves import PlotLabels, draw_curves, read_results
 from common.training.verdict import held_out_key, held_out_prefixes, verdicts
+from extras.command_line import positional
 
 NAMES = {"unigram": "unigram predictor", "neighbours": "neighbour predictor"}
 

@@ -52,24 +52,6 @@ def hash_counters(key: int, counters: np.ndarray) -> np.ndarray:
     return mix(hashes)
 
 
-def hash_bytes(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """uint64 [N] hashes of N byte strings: data uint8 [C] end to end, offsets int [N + 1], where each begins.
-
-    Eight bytes at a time, zero-padded at the end; the length is part of the hash.
-    """
-    offsets = offsets.astype(np.int64)
-    lengths = np.diff(offsets)
-    padded = np.concatenate((data[: offsets[-1]], np.zeros(8, np.uint8)))
-    words = np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,))  # at every byte, overlapping
-    hashes = hash_counters(derive_key(BYTES), lengths)
-    for begin in range(0, int(lengths.max(initial=0)), 8):
-        active = np.flatnonzero(lengths > begin)
-        missing = np.maximum(0, begin + 8 - lengths[active]).astype(np.uint64) * np.uint64(8)  # bits
-        word = words[offsets[active] + begin] & (np.uint64(WORD) >> missing)
-        hashes[active] = mix((hashes[active] ^ word) * np.uint64(GAMMA) + np.uint64(GAMMA))
-    return hashes
-
-
 def scale(hashes: np.ndarray, sizes: np.ndarray | int) -> np.ndarray:
     """Uniform int64 in [0, size) from the hashes' upper 32 bits; 1 <= sizes < 2^32, bias below size / 2^32."""
     sizes = np.asarray(sizes, dtype=np.uint64)

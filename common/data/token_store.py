@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shlex
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import pyarrow as pa
 from common.cli import UserError, one_line
 from common.data import TokenSet
 from common.data.alphabet import Alphabet
+from common.hooks import extra
 
 COLUMN = "input_ids"
 
@@ -86,8 +85,8 @@ def split_directory(dataset_dir: str | Path, split: str, step: str) -> Path:
             raise UserError(f"{directory}: a file, not the directory that {step} writes: train on it by --dataset")
         raise UserError(f"{directory}: no such directory: tokenise first ({step})")
     if (directory / "state.json").is_file():
-        if columns := untokenised_columns(directory):
-            raise UserError(f"{directory}: {as_parquet(directory, columns)}")
+        if message := extra().untokenised(directory):
+            raise UserError(f"{directory}: {message}")
         raise UserError(f"{directory}: is one split: give the directory that holds train, validation and test")
     if not (directory / split).is_dir():
         raise UserError(
@@ -98,29 +97,6 @@ def split_directory(dataset_dir: str | Path, split: str, step: str) -> Path:
 
 def _splits(directory: Path) -> list[str]:
     return sorted(child.parent.name for child in directory.glob("*/state.json"))
-
-
-def untokenised_columns(directory: Path) -> list[str]:
-    """The columns of a directory of datasets' save_to_disk (of its first split) if none is COLUMN, else []."""
-    for info in (directory / "dataset_info.json", *sorted(directory.glob("*/dataset_info.json"))):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            columns = list(json.loads(info.read_text(encoding="utf-8"))["features"])
-            return [] if COLUMN in columns else columns
-    return []
-
-
-def as_parquet(directory: Path, columns: list[str]) -> str:
-    """For messages: how to train on such columns of text."""
-    root = directory.parent if (directory.parent / "dataset_dict.json").is_file() else directory
-    load, out = f"datasets.load_from_disk({str(root)!r})", f"{root}.parquet"
-    write = f"{load}.to_parquet({out!r})"
-    if (root / "dataset_dict.json").is_file():
-        out = f"{root}-*.parquet"
-        write = f"[split.to_parquet(f{f'{root}-{{name}}.parquet'!r}) for name, split in {load}.items()]"
-    return (
-        f"saved by datasets with the columns {', '.join(columns)[:80]}, so it is not tokenised: write parquet, and "
-        f'train on that by --dataset {shlex.quote(out)}: python -c "import datasets; {write}"'
-    )
 
 
 def read_state(directory: Path, step: str) -> dict:
@@ -218,7 +194,7 @@ class ArrowFile:
 
 def _type_of_lists(path: Path, schema: pa.Schema) -> Any:
     if COLUMN not in schema.names:
-        raise UserError(f"{path}: no column {COLUMN}: {as_parquet(path.parent, schema.names)}")
+        raise UserError(f"{path}: no column {COLUMN}: {extra().untokenised(path.parent, schema.names)}")
     kind, types = schema.field(COLUMN).type, pa.types
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not types.is_integer(kind.value_type):

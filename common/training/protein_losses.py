@@ -1,7 +1,7 @@
 """Held-out losses of single proteins, their mean with an error over proteins, and the file that keeps them.
 
 `<split>_losses.parquet` has a row a held-out protein, in the order of the split: 12 bytes for its loss and the number
-of its hidden residues, so that two runs can be compared protein by protein (extras/compare.py).
+of its hidden residues, so that two runs can be compared protein by protein (extras/compare/).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.cli import UserError, one_line
 from common.files.safe_files import replace_flushed
 
 
@@ -87,22 +86,3 @@ def write_losses(path: Path, losses: ProteinLosses, step: int) -> None:
     about = {"questions": losses.questions, "step": str(step)}
     with replace_flushed(path) as file:
         pq.write_table(pa.table(columns).replace_schema_metadata(about), file)
-
-
-def read_losses(path: Path) -> tuple[ProteinLosses, int]:
-    """What `write_losses` wrote, and the step. UserError for a file that is anything else."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path)
-        about = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
-        columns = {name: table[name].to_numpy() for name in table.column_names}
-        losses = ProteinLosses(
-            columns["loss_sum"], columns["masked"], columns.get("cluster"), questions=about["questions"]
-        )
-        return losses, int(about["step"])
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        raise UserError(
-            f"{path}: not losses of proteins ({one_line(error)}): remove it and run the command that made it again"
-        ) from error

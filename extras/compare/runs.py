@@ -18,10 +18,11 @@ from common.files.runs import BASELINES, METRICS, list_checkpoints, read_run_inf
 from common.files.safe_files import read_json_lines
 from common.training.arguments import DownstreamFlags, DryRunFlags, LearningRateFlags
 from common.training.curves import read_results
-from common.training.protein_losses import ProteinLosses, read_losses
+from common.training.protein_losses import ProteinLosses
 from common.training.run_logger import LogFlags
 from common.training.same_run import FREE_TO_CHANGE, short_identity
 from common.training.verdict import held_out_key
+from extras.compare.losses_file import read_losses
 from extras.plan.find_learning_rate.search import WITHOUT_EFFECT as OF_LOADING
 from extras.report import NAMES
 

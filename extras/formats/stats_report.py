@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from common.cli import UserError, positional, run
+from common.cli import UserError, run
 from common.files.safe_files import read_json_lines
+from extras.command_line import positional
 from extras.formats.stats import GEMMS
 from extras.formats.stats_plan import FILE, MODULES, OPERANDS
 

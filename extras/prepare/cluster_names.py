@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.data.counter_rng import hash_bytes
-from extras.prepare.sources.records import characters
+from extras.prepare.sources.records import hash_names
 
 SAMPLE = 1 << 17  # records, about: of a batch or two
 OWN_CLUSTER = "give each of the others a row with a cluster of its own, if they have no relatives"
@@ -44,14 +43,14 @@ def explain(names: Iterable[pa.Array], table: Iterable[tuple[pa.Array, pa.Array]
     records = pa.concat_arrays(sample)
     changes: dict[str | Form, tuple[Form, ...]] = {AS_IT_IS: (), SWAPPED: (), ALL: FORMS}
     changes |= {form: (form,) for form in FORMS}
-    wanted = {change: _hashes(_without(records, *forms)) for change, forms in changes.items()}
+    wanted = {change: hash_names(_without(records, *forms)) for change, forms in changes.items()}
     found = {change: np.zeros(len(records), bool) for change in changes}
     in_table, rows = dict.fromkeys(FORMS, 0), 0
     for block in table:
         clusters, members = (_without(column.cast(pa.binary()), PREFIX) for column in block)
         for change, forms in changes.items():
             column = clusters if change == SWAPPED else members
-            found[change] |= np.isin(wanted[change], _hashes(_without(column, *forms)))
+            found[change] |= np.isin(wanted[change], hash_names(_without(column, *forms)))
         for form in FORMS:
             in_table[form] += _changed(members, form)
         rows += len(members)
@@ -81,7 +80,3 @@ def _without(names: pa.Array, *forms: Form) -> pa.Array:
 
 def _changed(names: pa.Array, form: Form) -> int:
     return pc.sum(pc.match_substring_regex(names, form.pattern)).as_py() or 0
-
-
-def _hashes(names: pa.Array) -> np.ndarray:
-    return hash_bytes(*characters(names))

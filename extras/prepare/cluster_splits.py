@@ -26,11 +26,10 @@ from common.cli import UserError, log_every, one_line
 from common.data.clusters import DIRECTORY, Clusters
 from common.files.safe_files import sync, sync_directory
 from extras.prepare.cluster_names import explain
-from extras.prepare.encode import hash_names
 from extras.prepare.output_directory import Build
 from extras.prepare.sources.compression import STRADDLING, check_file, open_decompressed
 from extras.prepare.sources.parquet_pages import read_columns
-from extras.prepare.sources.records import characters
+from extras.prepare.sources.records import characters, hash_names
 from extras.prepare.splits import SPLITS, Buckets, Joined, draw_splits, join, without_copies, write_indices
 
 logger = logging.getLogger(__name__)

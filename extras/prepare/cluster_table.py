@@ -32,9 +32,10 @@ from numpy.lib.format import open_memmap
 from common.cli import UserError, log_every, one_line, run
 from common.files.safe_files import replace_flushed
 from common.flags import Flags, flag, parse_arguments
-from extras.prepare.cluster_splits import COLUMNS, hash_names
+from extras.prepare.cluster_splits import COLUMNS
 from extras.prepare.output_directory import lock, release
 from extras.prepare.sources.compression import STRADDLING, open_decompressed
+from extras.prepare.sources.records import hash_names
 from extras.prepare.splits import Buckets
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.cli import UserError
-from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_bytes, hash_counters, mix
+from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
 from common.files.safe_files import sync
 from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
 from extras.prepare.dataset_writer import TOKEN_FEATURES, Piece, PieceWriters, arrow_schema, kept_rows, read_pieces
 from extras.prepare.output_directory import Build
-from extras.prepare.sources.records import characters
+from extras.prepare.sources.records import characters, hash_names
 from extras.prepare.sources.residues import Cleaner
 from extras.prepare.splits import SPLITS
 
@@ -306,11 +306,6 @@ def _clusters(rows: pa.RecordBatch) -> tuple[np.ndarray, int | None]:
         return np.empty(0, np.uint64), None
     column = rows.column(CLUSTER)
     return hash_names(pc.coalesce(column, rows.column("id"))), rows.num_rows - column.null_count
-
-
-def hash_names(names: pa.Array) -> np.ndarray:
-    """uint64 [n] of a string or binary array."""
-    return hash_bytes(*characters(names))
 
 
 def split_pieces(made: dict, labels: np.ndarray, root: Path, scratch: Path, number: int) -> dict[str, list[Piece]]:

@@ -34,7 +34,7 @@ from common.files.safe_files import sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.esm2.alphabet import PAD
 from extras.prepare.cluster_names import explain
-from extras.prepare.cluster_splits import MAX_MISSING, hash_names, read_names, read_table, without_prefix
+from extras.prepare.cluster_splits import MAX_MISSING, read_names, read_table, without_prefix
 from extras.prepare.dataset_writer import (
     TOKEN_FEATURES,
     ShardWriter,
@@ -46,6 +46,7 @@ from extras.prepare.dataset_writer import (
 from extras.prepare.duplicates import REPORT, length_quantiles
 from extras.prepare.encode import hash_records
 from extras.prepare.output_directory import RECORD, Build, building, read_record, refuse_inputs
+from extras.prepare.sources.records import hash_names
 from extras.prepare.splits import SPLITS, Buckets, join, write_indices
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.cli import UserError, log_every, positional, run
+from common.cli import UserError, log_every, run
 from common.data.token_store import TokenStore, open_split
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
+from extras.command_line import positional
 from extras.prepare.cluster_splits import COVERAGE, PROGRAM, run_mmseqs
 from extras.prepare.output_directory import read_record
 from extras.prepare.splits import SPLITS

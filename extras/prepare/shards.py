@@ -21,9 +21,9 @@ from common.cli import UserError
 from common.files.safe_files import sync, write_json_flushed
 from common.flags import Flags, flag
 from extras.prepare.dataset_writer import Piece, read_pieces
-from extras.prepare.encode import CLUSTERS, WHOLE, directory_name, hash_names, in_order, split_pieces
+from extras.prepare.encode import CLUSTERS, WHOLE, directory_name, in_order, split_pieces
 from extras.prepare.output_directory import Build, read_record
-from extras.prepare.sources.records import Lines
+from extras.prepare.sources.records import Lines, hash_names
 
 ENCODED = "encoded"  # directory of a shard's pieces; the JSON file in it has what FileEncoder returned
 LINES = "lines"  # directory of a shard's lines, a file for each of its input files

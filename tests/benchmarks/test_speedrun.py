@@ -18,7 +18,7 @@ from benchmarks.dry_run import parsed
 from benchmarks.energy import Energy
 from benchmarks.speedrun import HEADER, Clock
 from common.cli import UserError
-from common.training.protein_losses import read_losses
+from extras.compare.losses_file import read_losses
 from extras.prepare.sample import write_sample
 from tests.forked import ROOT, run_script
 from tests.training_fixtures import environment

@@ -18,7 +18,8 @@ from common.data.training_data import EVAL_SEED, PreparedData, held_out_masks
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.baselines import Baselines, given_shown
-from common.training.protein_losses import mean_and_error, read_losses
+from common.training.protein_losses import mean_and_error
+from extras.compare.losses_file import read_losses
 from tests.training.test_evaluation import by_loop, questions
 from tests.training_fixtures import NUM_VALIDATION, arguments, train
 

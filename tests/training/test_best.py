@@ -18,8 +18,8 @@ from common.distributed.stopping import PREEMPTED
 from common.training.arguments import BestFlags
 from common.training.best import Best
 from common.training.evaluation import Evaluator
-from common.training.protein_losses import read_losses
 from common.training.trainer_state import TrainerState
+from extras.compare.losses_file import read_losses
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, run_training, train
 
 KNOWN = ["eval_loss_masked", "eval_loss", "eval_accuracy", "eval_glossary_accuracy"]

@@ -26,8 +26,8 @@ from common.models.esm2.model import build_model
 from common.models.layers.config_base import override
 from common.training import masked_lm
 from common.training.masked_lm import MaskedLM
-from common.training.protein_losses import read_losses
 from common.training.verdict import verdict, verdicts
+from extras.compare.losses_file import read_losses
 from extras.prepare.sources.streamed_data import find_source
 from tests.data_fixtures import write_fasta
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train

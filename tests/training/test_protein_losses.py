@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.cli import UserError
-from common.training.protein_losses import ProteinLosses, mean_and_error, read_losses, write_losses
+from common.training.protein_losses import ProteinLosses, mean_and_error, write_losses
+from extras.compare.losses_file import read_losses
 
 PROTEINS = 400
 

@@ -14,8 +14,9 @@ import pyarrow as pa
 
 from common.cli import UserError
 from extras.after.inference.mutation_tables import is_missing
-from extras.prepare.cluster_splits import cluster_records, hash_names, read_table, without_prefix
+from extras.prepare.cluster_splits import cluster_records, read_table, without_prefix
 from extras.prepare.output_directory import JOURNAL, Build, Journal
+from extras.prepare.sources.records import hash_names
 
 logger = logging.getLogger(__name__)
 

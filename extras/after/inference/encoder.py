@@ -17,7 +17,6 @@ from torch import Tensor
 
 from common.cli import UserError
 from common.data.alphabet import Alphabet
-from common.data.counter_rng import hash_bytes
 from common.files.safe_files import replace_flushed
 from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
@@ -25,7 +24,7 @@ from common.models.family import encoder_family, family_of
 from common.models.layers.residual import total
 from extras.prepare.sources.fasta import read_fasta_lines
 from extras.prepare.sources.proteins import ProteinFlags
-from extras.prepare.sources.records import characters, columns
+from extras.prepare.sources.records import characters, columns, hash_bytes
 
 
 class Window(NamedTuple):

@@ -30,12 +30,13 @@ from common.files.safe_files import replace_flushed, write_json
 from common.flags import flat, with_flags
 from common.training.arguments import RunArguments
 from common.training.command_line import task_of
-from common.training.protein_losses import ProteinLosses, read_losses, write_losses
+from common.training.protein_losses import ProteinLosses, write_losses
 from common.training.run_directory import RunDirectory
 from common.training.step import Stepper, StepPrefetcher
 from common.training.task import Build, Task
 from common.training.trainer_state import TrainerState, plan_run
 from common.training.verdict import held_out_key
+from extras.compare.losses_file import read_losses
 from extras.plan.find_learning_rate.report import Found, advice, draw, line, table
 from extras.plan.find_learning_rate.trials import (
     Trial,

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from common.cli import UserError
-from common.data.token_store import as_parquet, untokenised_columns
 from common.files.content_hash import combined_hash
 from extras.prepare.sources.compression import check_duplicates, check_file
 from extras.prepare.sources.formats import INFO_BYTES, PROTEINS, Content, format_of_file
@@ -35,6 +34,7 @@ from extras.prepare.sources.hub import (
     uncached_advice,
     unreachable_advice,
 )
+from extras.prepare.sources.saved_datasets import as_parquet, untokenised_columns
 
 logger = logging.getLogger(__name__)
 

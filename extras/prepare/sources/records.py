@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from common.cli import UserError
 from common.data import Policy as Policy
+from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
 
 logger = logging.getLogger(__name__)
 Lines = pa.LargeBinaryArray
@@ -113,6 +114,29 @@ class BadRecords:
             logger.warning("%s bad records were skipped, %s:", f"{self.count:,}", first)
             for complaint in self.first:
                 logger.warning("  %s", complaint)
+
+
+def hash_bytes(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """uint64 [N] hashes of N byte strings: data uint8 [C] end to end, offsets int [N + 1], where each begins.
+
+    Eight bytes at a time, zero-padded at the end; the length is part of the hash.
+    """
+    offsets = offsets.astype(np.int64)
+    lengths = np.diff(offsets)
+    padded = np.concatenate((data[: offsets[-1]], np.zeros(8, np.uint8)))
+    words = np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,))  # at every byte, overlapping
+    hashes = hash_counters(derive_key(BYTES), lengths)
+    for begin in range(0, int(lengths.max(initial=0)), 8):
+        active = np.flatnonzero(lengths > begin)
+        missing = np.maximum(0, begin + 8 - lengths[active]).astype(np.uint64) * np.uint64(8)  # bits
+        word = words[offsets[active] + begin] & (np.uint64(WORD) >> missing)
+        hashes[active] = mix((hashes[active] ^ word) * np.uint64(GAMMA) + np.uint64(GAMMA))
+    return hashes
+
+
+def hash_names(names: pa.Array) -> np.ndarray:
+    """uint64 [n] of a string or binary array."""
+    return hash_bytes(*characters(names))
 
 
 def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:

@@ -15,9 +15,9 @@ import pytest
 
 from common.cli import UserError
 from common.data.clusters import cluster_numbers, open_clusters
-from common.data.counter_rng import hash_bytes
 from extras.prepare import splits, tokenize_proteins
-from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
+from extras.prepare.cluster_splits import read_table, without_prefix
+from extras.prepare.sources.records import hash_bytes, hash_names
 from extras.prepare.splits import _fitting
 from tests.data_fixtures import TOKENIZE, call, different, everything_in
 from tests.training_fixtures import losses, train

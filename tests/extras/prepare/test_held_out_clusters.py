@@ -11,8 +11,8 @@ import pytest
 
 from common.cli import UserError
 from extras.prepare import splits
-from extras.prepare.cluster_splits import hash_names
 from extras.prepare.output_directory import read_record
+from extras.prepare.sources.records import hash_names
 from tests.data_fixtures import TOKENIZE, call, everything_in, load, proteins, write_csv
 
 

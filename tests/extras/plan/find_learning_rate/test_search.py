@@ -16,7 +16,7 @@ from common.distributed.world import World
 from common.training.command_line import parse_run
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
-from common.training.protein_losses import read_losses
+from extras.compare.losses_file import read_losses
 from extras.plan.find_learning_rate.search import (
     DIRECTORY,
     PICTURE,
