@@ -71,7 +71,7 @@ class Catalogue(Protocol):
     # ---- data ----
 
     def open_files(self, flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict) -> Any:
-        """--dataset, --eval_dataset: proteins of files, read in place."""
+        """--dataset, --eval_dataset: proteins of files, read in place; --dataset_mix."""
 
     def untokenised(self, directory: Path, columns: Any = None) -> str:
         """What to do with a directory of datasets' save_to_disk that has no tokens but `columns`; "" if it has."""

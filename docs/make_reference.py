@@ -16,9 +16,11 @@ sys.path.insert(0, str(ROOT))
 from common.training.log_row import FIELDS  # noqa: E402
 from docs.make_flags import table  # noqa: E402
 from docs.script_figures import HEAD, SCRIPTS, TABLES  # noqa: E402
+from extras.prepare.sources.mixture import fields_of  # noqa: E402
 
 # (key, unit, meaning). <file>, <range>: see the page.
 TRAINING = [(field.name, field.unit, field.meaning) for field in FIELDS]
+OF_SOURCES = [(field.name, field.unit, field.meaning) for field in fields_of(0, "<source>")]
 EVALUATION = [
     (
         "eval_loss",
@@ -202,6 +204,9 @@ Made from the code by `python docs/make_reference.py`. A target is a masked resi
 Keys of `metrics.jsonl`, every `--logging_steps`. What stands behind them: [training.md](training.md#metrics).
 
 {table(head, code(TRAINING))}
+With `--dataset_mix` also, of each source:
+
+{table(head, code(OF_SOURCES))}
 ## Of evaluation
 
 Keys of `metrics.jsonl`, every `--eval_steps`, and of `eval_results.json`. `test_results.json` has the same of the test

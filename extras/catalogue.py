@@ -106,6 +106,10 @@ def recipe_tensors(directory: Path) -> dict:
 
 
 def open_files(flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict) -> Any:
+    if flags.dataset_mix:
+        from extras.prepare.sources import mixture
+
+        return mixture.open_mixture(flags, tokens, world, evaluate)
     from extras.prepare.sources import streamed_data
 
     return streamed_data.open_files(flags, tokens, world, evaluate, makers)

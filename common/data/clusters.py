@@ -24,8 +24,7 @@ DIRECTORY = "clusters"
 class Clusters:
     """The clusters of one split. Cheap to fork; pickles as its path.
 
-    offsets: [clusters + 1], members: [records], uint32, or int64 of 2^32 records and more; `len()` is the number of
-    clusters.
+    offsets: [clusters + 1], members: [records], uint32, or int64 from 2^32 records on; `len()`: the clusters.
     """
 
     def __init__(self, directory: Path):
@@ -70,11 +69,8 @@ def clusters_to_draw(
     auto: those of the index, if the split has one of exactly these records.
     """
     clusters = None
-    if asked is True:
+    with suppress(*([] if asked is True else [UserError])):  # an index that nobody asked for may be damaged
         clusters = open_clusters(split_directory, num_records)
-    else:
-        with suppress(UserError):  # an index that nobody asked for may be damaged
-            clusters = open_clusters(split_directory, num_records)
     if clusters and asked:
         return clusters, f"clusters, then a member of each: {len(clusters):,} clusters of {num_records:,} proteins"
     about = f"proteins, uniformly: {num_records:,} proteins"

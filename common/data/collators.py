@@ -123,6 +123,7 @@ class Batch(TypedDict, total=False):
     max_seqlen: Required[int]
     predicted: Tensor  # int64 [P]
     mask_ratio: float  # in training
+    source: int  # in training: of a mixture (`Pack.source`)
     records: Tensor  # int64 [B], in an evaluation: which of the store's the sequences are
     # The fields of `Counts`.
     num_targets: Required[int]
@@ -197,7 +198,7 @@ class MaskingCollator:
         if step is None:
             batch["records"] = torch.from_numpy(pack.records.astype(np.int64))
         else:
-            batch["mask_ratio"] = rates.mask_ratio
+            batch["mask_ratio"], batch["source"] = rates.mask_ratio, pack.source
         return batch
 
 

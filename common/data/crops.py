@@ -18,12 +18,13 @@ LOOK_AHEAD = 512  # sequences among which the end of a pack is chosen
 
 @dataclass(frozen=True)
 class Pack:
-    """n crops: record i contributes tokens [starts[i], starts[i] + lengths[i]); int64 [n] each."""
+    """n crops: record i has tokens [starts[i], starts[i] + lengths[i]), int64 [n] each; source: of a mixture."""
 
     records: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     epoch: int
+    source: int = 0
 
     @classmethod
     def empty(cls, epoch: int = 0) -> Pack:

@@ -158,9 +158,26 @@ class DataFlags(SourceFlags):
 
     required = ("dataset_dir",)
     advanced = ("sample_clusters", "max_train_samples")
-    unlisted = ("sequence_packing", "pad_to_max_length", "mlm_probability_end", "max_eval_samples", "do_preprocess")
-    file_only = ("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob")
+    unlisted = (
+        *("dataset_mix", "sequence_packing", "pad_to_max_length", "mlm_probability_end"),
+        *("max_eval_samples", "do_preprocess"),
+    )
+    file_only = (
+        *("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob"),
+        *("dataset_mix_stages", "dataset_mix_temperature"),
+    )
 
+    dataset_mix: list[str] | None = flag(
+        None,
+        "Instead of --dataset_dir, a mixture of what step 1 wrote: NAME=DIRECTORY:WEIGHT NAME=DIRECTORY:WEIGHT ..., "
+        "weights being shares of the tokens. Needs --max_steps.",
+    )
+    dataset_mix_stages: list[str] | None = flag(
+        None, "Other weights from a step on: STEP:NAME=WEIGHT,NAME=WEIGHT; sources that it does not name rest."
+    )
+    dataset_mix_temperature: float = flag(
+        1.0, "Where no weights are given: a source's is its number of tokens to this power, 0 (all equal) to 1."
+    )
     eval_dataset: list[str] | None = flag(
         None,
         "To evaluate on proteins of your own (as --dataset, or what step 1 wrote), in place of the validation split "
@@ -201,8 +218,9 @@ class DataFlags(SourceFlags):
     do_preprocess: bool = flag(False, "Refused: 1.tokenize_uniref_csv.py does the preprocessing.")
 
     overrides = {
-        "dataset_dir": ("dataset", "streaming"),
-        "dataset": ("dataset_dir", "sample_clusters", "max_train_samples"),
+        "dataset_dir": ("dataset", "streaming", "dataset_mix", "dataset_mix_stages"),
+        "dataset": ("dataset_dir", "sample_clusters", "max_train_samples", "dataset_mix", "dataset_mix_stages"),
+        "dataset_mix": ("dataset", "dataset_dir", "max_train_samples"),
         "tokens_per_pack": ("pad_to_max_length", "sequence_packing"),
         "sequence_packing": ("pad_to_max_length", "tokens_per_pack"),
         "pad_to_max_length": ("tokens_per_pack", "sequence_packing"),
@@ -248,7 +266,11 @@ class DataFlags(SourceFlags):
             yield Missing("--dataset", "--streaming goes with it", "proteins.fasta")
         elif self.tokens_per_pack == "auto" and not self.tokens_per_step:
             yield Missing("--tokens_per_step", "the batch that --tokens_per_pack auto divides", "2097152")
-        elif not self.dataset and not self.dataset_dir:
+        elif not self.dataset_mix and (self.dataset_mix_stages or self.dataset_mix_temperature != 1):
+            yield Missing("--dataset_mix", "dataset_mix_stages and dataset_mix_temperature go with it", "a=a/arrow:1")
+        elif self.dataset_mix and self.max_steps < 0:
+            yield Missing("--max_steps", "a --dataset_mix has no end", "1000")
+        elif not self.dataset and not self.dataset_dir and not self.dataset_mix:
             what = "what 1.tokenize_uniref_csv.py wrote; or --dataset and --max_steps"
             yield Missing("--dataset_dir", what, "processed/arrow")
 
@@ -258,6 +280,8 @@ class DataFlags(SourceFlags):
             raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table or --cluster")
         if self.dataset and self.max_train_samples:
             raise UserError("--max_train_samples needs --dataset_dir: a --dataset is not counted; use --max_steps")
+        if self.dataset_mix and (other := self.dataset_dir or self.dataset or self.max_train_samples):
+            raise UserError(f"--dataset_mix names all training data: drop {other}")
         if self.do_preprocess:
             raise UserError("--do_preprocess: run 1.tokenize_uniref_csv.py first and pass its output as --dataset_dir")
         if self.pad_to_max_length and self.sequence_packing:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ class TrainingData(Protocol):
     identity: dict  # of the data and their order: a checkpoint's position is valid only for the same identity
     extends: tuple[str, ...]  # identities ("dataset") of earlier data whose records these begin with
     end: Position | None  # where the run ends; None: after --max_steps
+    sources: Sequence[str]  # of a mixture, else empty
+    row_fields: Sequence[Any]  # of a mixture: `Field`s of the logged row
 
     @property
     def num_examples(self) -> int | None:
@@ -65,7 +67,9 @@ class TrainingData(Protocol):
 
 
 class ProteinData(TrainingData, Protocol):
-    """Data of masked language modelling."""
+    """Data of masked language modelling. flags: their `eval_sets` are evaluated."""
+
+    flags: DataFlags
 
     def held_out(self, split: str) -> ProteinStore | None:
         """The proteins of "validation", "test" or a set of --eval_dataset; None if there are none."""
@@ -79,6 +83,9 @@ class ProteinData(TrainingData, Protocol):
 
 class PlannedData:
     """Data in the order of a batch plan. Subclasses set these."""
+
+    sources: Sequence[str] = ()
+    row_fields: Sequence[Any] = ()
 
     max_steps: int
     plan: BatchPlan
@@ -187,7 +194,7 @@ def open_data(
     flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers | None = None
 ) -> ProteinData:
     """The data of a run; collective. UserError if they cannot be trained on or, with `evaluate`, evaluated on."""
-    if flags.dataset or flags.eval_dataset:
+    if flags.dataset or flags.eval_dataset or flags.dataset_mix:
         return extra().open_files(flags, tokens, world, evaluate, makers or {})
     with world.raise_together():
         data = PreparedData(flags, tokens)

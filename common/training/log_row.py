@@ -7,7 +7,7 @@ resumes writes the row of one that was not, but for the group "perf", which cloc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,8 @@ class StepResult:
 
     The seconds are the host's, which is exact on a CPU. On a GPU the loss is read while the optimiser runs:
     `forward_backward` covers forward, backward and communication; `optimizer` is the launch alone, its kernels count
-    with the next step. Neither includes the wait for the next batches. quant_stats: rows of quant_stats.jsonl.
+    with the next step. Neither includes the wait for the next batches. quant_stats: rows of quant_stats.jsonl;
+    by_source: of each source of a mixture in turn, the loss summed over its targets, and their number.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class StepResult:
     forward_backward: float
     optimizer: float
     quant_stats: list[dict]
+    by_source: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -298,14 +300,15 @@ _WITH_LOSS = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds
 class RowWindow:
     """The steps since the last row.
 
-    sums: {field: [sum or last value, what it is divided by]}, plain values; the trainer state's own, changed in place.
+    sums: {field: [sum or last value, what it is divided by]}, plain values; the trainer state's own, changed in place;
+    more: fields beside FIELDS.
     """
 
-    def __init__(self, sums: dict[str, list]):
-        self.sums = sums
+    def __init__(self, sums: dict[str, list], more: Sequence[Field] = ()):
+        self.sums, self.fields = sums, [*FIELDS, *more]
 
     def add(self, step: StepRecord) -> None:
-        for field in FIELDS:
+        for field in self.fields:
             if field.over == AT_ROW or (value := field.value(step)) is None:
                 continue
             if field.over == LAST:
@@ -316,7 +319,7 @@ class RowWindow:
 
     def row(self, step: StepRecord) -> dict:
         """The row after `step`, the last one added, without fields that have no value. Resets the sums."""
-        values = {f.name: f.value(step) if f.over == AT_ROW else self._value(f) for f in FIELDS}
+        values = {f.name: f.value(step) if f.over == AT_ROW else self._value(f) for f in self.fields}
         self.sums.clear()
         return {name: value for name, value in values.items() if value is not None}
 
@@ -357,9 +360,9 @@ def _type(name: str) -> str:
     return "str" if any(field.name == name and field.unit == "name" for field in FIELDS) else "int | float"
 
 
-def step_line(row: dict) -> str:
-    """One line per logged step, like torchtitan's; fields that the row lacks are left out."""
-    return "  ".join(text for _, text in _parts(row, {f.name: f.log for f in FIELDS}))
+def step_line(row: dict, more: Sequence[Field] = ()) -> str:
+    """One line per logged step, like torchtitan's; fields that the row lacks are left out. more: beside FIELDS."""
+    return "  ".join(text for _, text in _parts(row, {f.name: f.log for f in (*FIELDS, *more)}))
 
 
 def terminal_line(row: dict, held_out: float | None, width: int) -> str:

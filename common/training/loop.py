@@ -89,7 +89,7 @@ def train_steps(run: Run) -> None:
     stopped = False
     with closing(iter(loader)) as steps, progress_bar as bar, scheduled_gc() as collect:
         prefetcher = StepPrefetcher(steps, task, world, saves.is_due_by_clock, budget.is_over)
-        window, saving = RowWindow(state.row_sums), 0.0
+        window, saving = RowWindow(state.row_sums, task.data.row_fields), 0.0
         while not run.done:
             step = take_step(run, prefetcher, saving)
             if step is None:

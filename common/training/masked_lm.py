@@ -97,7 +97,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         self.data = open_data(
             self.flags.data, self.family.tokens, self.world, evaluates, {"sample": self._make_sample}
         )
-        named = {name: f"eval_{name}" for name in self.flags.data.eval_sets if name != "validation"}
+        named = {name: f"eval_{name}" for name in self.data.flags.eval_sets if name != "validation"}
         with self.world.raise_together():
             own = {} if named and self.data.held_out("validation") is None else self.held_out
         self.held_out = own | named
@@ -162,7 +162,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         return text.format(**{name.removeprefix(f"{prefix}_"): value for name, value in results.items()})
 
     def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
-        return step_line(row)
+        return step_line(row, self.data.row_fields)
 
 
 def evaluate(

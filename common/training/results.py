@@ -138,7 +138,7 @@ def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], wor
     flags = flat(args)
     return {
         "model": f"{args.model_named or built.config.model_type} ({count_parameters(built.model):,} parameters)",
-        "data": str(flags["dataset_dir"] or flags["dataset"]),
+        "data": str(flags["dataset_dir"] or flags["dataset"] or " ".join(flags.get("dataset_mix") or ())),
         "device": f"{device} x {world.size}, {'bf16' if args.precision.bf16 else 'fp32'}",
         "words": list(labels),
         "software": software(),

@@ -135,7 +135,9 @@ def set_up(
         strategy=strategy,
         built=built,
         task=task,
-        stepper=Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm),
+        stepper=Stepper(
+            task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm, len(task.data.sources)
+        ),
         evaluator=evaluator,
         best=best,
         checkpointer=checkpointer,

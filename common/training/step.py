@@ -109,7 +109,7 @@ class StepPrefetcher:
 
 @dataclass(frozen=True)
 class Stepper:
-    """Takes optimiser steps; holds no progress of the run."""
+    """Takes optimiser steps; holds no progress of the run. sources: of a mixture, whose losses are summed, too."""
 
     task: Task
     strategy: Strategy
@@ -117,6 +117,7 @@ class Stepper:
     optimizer: torch.optim.Optimizer
     world: World
     max_grad_norm: float
+    sources: int = 0
 
     def step(
         self,
@@ -134,6 +135,7 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=world.device)
+        of_sources = torch.zeros(self.sources, 2, dtype=torch.float64, device=world.device)  # loss, targets
         self.precision.begin_step(step)
         scale = strategy.grad_scale(world.size)
         for number, batch in enumerate(micro_batches):
@@ -142,6 +144,9 @@ class Stepper:
                 loss_sum = self.task.loss_sum(strategy.model, batch)
                 (loss_sum * (scale / max(counts.num_targets, 1))).backward()
             loss += loss_sum.detach()
+            if self.sources:
+                of_sources[batch["source"], 0] += loss_sum.detach()
+                of_sources[batch["source"], 1] += batch["num_targets"]
         world.watch.mark("gradient norm", step + 1)
         clips = getattr(self.optimizer, "clips_and_rounds", False)  # extras.speed.triton_adamw
         norm = strategy.clip(0.0 if clips else self.max_grad_norm).to(world.device)
@@ -152,7 +157,7 @@ class Stepper:
         # to all ranks without another collective.
         nan = self.precision.fold_hidden_nan(norm - norm, self.optimizer)
         coming = coming.to(world.device, non_blocking=True)
-        sums = world.sum(torch.cat([torch.stack([loss, nan]).double(), coming]))
+        sums = world.sum(torch.cat([torch.stack([loss, nan]).double(), of_sources.flatten(), coming]))
         loss = sums[0].float() / max(counts.num_targets, 1)
         found_inf = (~torch.isfinite(loss + sums[1])).float()  # 1: skip the step
         read = _start_reading(torch.cat([torch.stack([loss, norm, found_inf]).double(), sums[1:]]))
@@ -167,13 +172,14 @@ class Stepper:
         optimizer = time.perf_counter() - launched
         world.watch.mark("loss", step + 1)
         # The only synchronisation with the device in a step: with the all-reduce, while the optimiser runs.
-        loss, norm, skipped, nan, *coming = read()
+        loss, norm, skipped, nan, *values = read()
+        by_source, coming = values[: 2 * self.sources], values[2 * self.sources :]
         norm = norm + nan if math.isfinite(norm) else norm
         if prefetcher:
             prefetcher.receive(coming)
         rows = self.precision.end_step(world, bool(skipped))
         forward_backward = time.perf_counter() - started - waited - optimizer
-        return StepResult(loss, norm, bool(skipped), forward_backward, optimizer, rows)
+        return StepResult(loss, norm, bool(skipped), forward_backward, optimizer, rows, by_source)
 
 
 def _start_reading(values: Tensor) -> Callable[[], list[float]]:

@@ -102,11 +102,8 @@ class SlicingCollator:
         }
         if "predicted" in batch:
             sliced["predicted"] = predicted_positions(labels)
-        if "mask_ratio" in batch:
-            sliced["mask_ratio"] = batch["mask_ratio"]
-        if "records" in batch:
-            sliced["records"] = batch["records"]
-        return sliced
+        of_whole: Any = {name: batch.get(name) for name in ("mask_ratio", "source", "records") if name in batch}
+        return sliced | of_whole
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ class StreamedData:
     num_examples = None
     end = None
     extends: tuple[str, ...] = ()
+    sources = row_fields = ()
 
     def __init__(self, flags: BatchFlags):
         self.flags = flags
