@@ -209,7 +209,7 @@ def fields_of(number: int, name: str) -> list[Field]:
             "fraction",
             "of the tokens since the weights changed",
             share,
-            log=Shown(place + 1, f"share: {{token_share_{name}:.3f}}"),
+            log=Shown(place + 1, f"share_{name}: {{token_share_{name}:.3f}}"),
         ),
         Field(f"epoch_{name}", "epochs", "whole ones so far", lambda step: step.state.position[str(number)][0]),
     ]
