@@ -186,7 +186,7 @@ class DataFlags(SourceFlags):
     sample_clusters: bool | Literal["auto"] = flag(
         False,
         "If large families dominate: draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's "
-        "--cluster_table or --cluster); auto: where the data have them.",
+        "--cluster_table or --cluster, or a column ur50_id of --dataset); auto: where the data have them.",
     )
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
@@ -219,7 +219,7 @@ class DataFlags(SourceFlags):
 
     overrides = {
         "dataset_dir": ("dataset", "streaming", "dataset_mix", "dataset_mix_stages"),
-        "dataset": ("dataset_dir", "sample_clusters", "max_train_samples", "dataset_mix", "dataset_mix_stages"),
+        "dataset": ("dataset_dir", "max_train_samples", "dataset_mix", "dataset_mix_stages"),
         "dataset_mix": ("dataset", "dataset_dir", "max_train_samples"),
         "tokens_per_pack": ("pad_to_max_length", "sequence_packing"),
         "sequence_packing": ("pad_to_max_length", "tokens_per_pack"),
@@ -276,8 +276,6 @@ class DataFlags(SourceFlags):
 
     def check(self) -> None:
         _ = self.eval_sets
-        if self.dataset and self.sample_clusters is True:
-            raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table or --cluster")
         if self.dataset and self.max_train_samples:
             raise UserError("--max_train_samples needs --dataset_dir: a --dataset is not counted; use --max_steps")
         if self.dataset_mix and (other := self.dataset_dir or self.dataset or self.max_train_samples):

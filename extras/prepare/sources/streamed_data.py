@@ -29,6 +29,7 @@ from extras.prepare.sources.find_files import (
 from extras.prepare.sources.formats import Content, proteins
 from extras.prepare.sources.record_counts import count_records
 from extras.prepare.sources.sequence_files import check_columns, read_sequences, units_of
+from extras.prepare.sources.streamed_clusters import StreamedClusters, clusters_of
 from extras.prepare.sources.streams import LONG_PROTEIN, StreamedOrder, check_divisible, plan_streams
 
 logger = logging.getLogger(__name__)
@@ -146,13 +147,27 @@ class StreamedData:
 
 
 class StreamedProteins(StreamedData):
-    """Proteins of a source. records: estimated number in an epoch (`count_records`)."""
+    """Proteins of a source. records: estimated number in an epoch (`count_records`); clusters: to draw by."""
 
-    def __init__(self, flags: DataFlags, source: Source, records: int, alphabet: Alphabet):
+    def __init__(
+        self,
+        flags: DataFlags,
+        source: Source,
+        records: int,
+        alphabet: Alphabet,
+        clusters: StreamedClusters | None = None,
+    ):
         super().__init__(flags)
+        self.drawn_by = clusters
         self.source, self.records, self.alphabet = source, max(1, records), alphabet
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         self.identity = {"dataset": source.identity("train")} | self.packing
+        self.sampling = "proteins, uniformly"
+        if clusters:
+            self.records = len(clusters.clusters)
+            self.identity["sample_clusters"] = clusters.clusters.content[:16]
+            members = clusters.clusters.num_records
+            self.sampling = f"clusters, then a member of each: {self.records:,} clusters of {members:,} proteins"
         self._files = HeldOutFiles(source.splits, flags, alphabet)
 
     def epochs(self, sequences: int) -> float:
@@ -160,7 +175,8 @@ class StreamedProteins(StreamedData):
 
     def order(self, packs_per_step: PacksPerStep) -> Order:
         files = self.source.splits["train"]
-        plan = plan_streams(files, packs_per_step.most, alphabet=self.alphabet, **self.packing)
+        logger.info("Sampling %s", self.sampling)
+        plan = plan_streams(files, packs_per_step.most, alphabet=self.alphabet, clusters=self.drawn_by, **self.packing)
         counts = (self.source.name, len(plan.units), plan.num_streams)
         logger.info("Streaming %s: files or row groups: %d, streams: %d", *counts)
         return StreamedOrder(plan, packs_per_step)
@@ -208,8 +224,12 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
     with world.raise_together():
         if world.local_rank == 0:
             check_same_files(source)
+            if flags.dataset:
+                clusters_of(source, flags.sample_clusters, flags.streaming, makes=True)
+    with world.raise_together():
         if flags.dataset:
-            data = StreamedProteins(flags, source, records, tokens)
+            clusters = clusters_of(source, flags.sample_clusters, flags.streaming, makes=False)
+            data = StreamedProteins(flags, source, records, tokens, clusters)
         else:
             data = PreparedData(flags, tokens, HeldOutFiles(source.splits, flags, tokens).read)
         if evaluate:

@@ -29,6 +29,7 @@ from common.distributed.world import Mesh
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.prepare.sources.find_files import File
 from extras.prepare.sources.sequence_files import ROW_BITS, Unit, read_sequences, units_of
+from extras.prepare.sources.streamed_clusters import StreamedClusters
 
 WORKER_GROUPS = (8, 4, 2, 1)  # possible numbers of them; see StreamedOrder
 
@@ -167,6 +168,17 @@ class Block(NamedTuple):
         pieces = [self.ids[a:b] for a, b in zip(begins.tolist(), (begins + crops).tolist(), strict=True)]
         return self._replace(ids=np.concatenate(pieces), offsets=np.append(0, np.cumsum(crops)), starts=starts)
 
+    def only(self, kept: np.ndarray) -> Block:
+        """Without the rows that are not kept, bool [n]."""
+        lengths = np.diff(self.offsets)
+        return self._replace(
+            rows=self.rows[kept],
+            ids=self.ids[np.repeat(kept, lengths)],
+            offsets=np.append(0, np.cumsum(lengths[kept])),
+            lengths=self.lengths[kept],
+            starts=self.starts[kept],
+        )
+
     @property
     def records(self) -> np.ndarray:
         return (self.unit << ROW_BITS) + self.rows
@@ -237,6 +249,7 @@ class StreamPlan(StreamAssignment):
     tokens_per_pack: int | None = None
     sequences_per_pack: int | None = None
     alphabet: Alphabet = ESM2_TOKENS
+    clusters: StreamedClusters | None = None  # each epoch has a record of each
 
     @property
     def window_records(self) -> int:
@@ -333,6 +346,8 @@ class Stream:
             row = first_row if index == first_unit else 0
             for characters, offsets in read_sequences(plan.units[share.unit], row):
                 block = Block.encode(index, share, row, characters, offsets, plan.alphabet)
+                if plan.clusters:
+                    block = block.only(plan.clusters.chosen(plan.units[share.unit], block.rows, plan.seed, epoch))
                 yield block.cropped(plan.seed, epoch, plan.max_seq_length)
                 row += len(offsets) - 1
 
