@@ -14,6 +14,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from numpy.lib.format import open_memmap
 
 from common.cli import UserError
 from common.data.counter_rng import CLUSTER_ORDER, derive_key, hash_counters
-from common.files.safe_files import sync_tree
+from common.files.safe_files import sync_directory
 
 logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
@@ -177,7 +178,9 @@ class Buckets:
     def sync(self) -> None:
         """Flush all rows to the disk."""
         self.flush()
-        sync_tree(self.directory)
+        with ThreadPoolExecutor(16) as pool:  # one after the other takes eight times as long
+            list(pool.map(sync_directory, self.directory.iterdir()))  # it flushes files as well
+        sync_directory(self.directory)
 
     def remove(self) -> None:
         shutil.rmtree(self.directory)
