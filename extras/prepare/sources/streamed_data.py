@@ -29,7 +29,7 @@ from extras.prepare.sources.find_files import (
 from extras.prepare.sources.formats import Content, proteins
 from extras.prepare.sources.record_counts import count_records
 from extras.prepare.sources.sequence_files import check_columns, read_sequences, units_of
-from extras.prepare.sources.streamed_clusters import StreamedClusters, clusters_of
+from extras.prepare.sources.streamed_clusters import StreamedClusters, clusters_of, have_clusters
 from extras.prepare.sources.streams import LONG_PROTEIN, StreamedOrder, check_divisible, plan_streams
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,9 @@ class StreamedProteins(StreamedData):
         self.source, self.records, self.alphabet = source, max(1, records), alphabet
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         self.identity = {"dataset": source.identity("train")} | self.packing
-        self.sampling = "proteins, uniformly"
+        self.sampling = f"proteins, uniformly: about {self.records:,} proteins"
+        if not clusters and not flags.streaming and have_clusters(source.splits["train"][:1]):
+            self.sampling += "; the files name their clusters: --sample_clusters draws them as ESM-2 did"
         if clusters:
             self.records = len(clusters.clusters)
             self.identity["sample_clusters"] = clusters.clusters.content[:16]

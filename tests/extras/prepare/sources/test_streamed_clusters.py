@@ -191,6 +191,8 @@ def test_train_by_clusters_of_files_resumes(records, tmp_path):
     assert "records read in " not in run("parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert same_bits(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
+    done = run_forked(None, tmp_path / "uniform", **flags | {"sample_clusters": False, "max_steps": 1})
+    assert "Sampling proteins, uniformly: about 660 proteins; the files name their clusters: " in done.stderr
     done = run_forked(None, tmp_path / "parts", **flags | {"sample_clusters": False, "max_steps": 8})
     assert done.returncode == 2
     assert "sample_clusters '" in done.stderr
