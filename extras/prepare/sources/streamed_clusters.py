@@ -22,11 +22,11 @@ from common.cli import UserError, log_every, one_line
 from common.data.clusters import Clusters
 from common.data.counter_rng import MEMBER, derive_key
 from extras.prepare.sources.find_files import File, Source
+from extras.prepare.sources.record_columns import CLUSTERS
 from extras.prepare.sources.records import characters, hash_bytes
 from extras.prepare.sources.sequence_files import Unit, column_of, read_rows, read_sequences, units_of
 
 logger = logging.getLogger(__name__)
-COLUMNS = ("ur50_id", "cluster_id", "cluster")  # names of the column of clusters
 ADVICE = "drop --sample_clusters, or prepare the data with step 1's --cluster_table or --cluster (--dataset_dir)"
 ALL_ROW_GROUPS = 1 << 62  # wanted units
 AT_ONCE = 1 << 20  # clusters
@@ -36,8 +36,8 @@ EPOCHS_KEPT = 2  # streams end their epochs at different steps
 def of_clusters(file: File) -> File:
     """The same file, whose texts are the names of clusters. UserError for one without columns."""
     if file.kind == "fasta":
-        raise UserError(f"{file.path}: FASTA has no column {COLUMNS[0]} for --sample_clusters: {ADVICE}")
-    return replace(file, content=replace(file.content, columns=COLUMNS, other_column=ADVICE))
+        raise UserError(f"{file.path}: FASTA has no column {CLUSTERS[0]} for --sample_clusters: {ADVICE}")
+    return replace(file, content=replace(file.content, columns=CLUSTERS, other_column=ADVICE))
 
 
 def have_clusters(files: Sequence[File]) -> bool:
