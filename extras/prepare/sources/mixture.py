@@ -12,6 +12,7 @@ the weights changed: whatever the number of ranks and workers.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,11 +34,13 @@ from common.data.training_data import PlannedData, PreparedData, check_eval_sets
 from common.distributed.world import Mesh, World
 from common.flags import with_flags
 from common.training.log_row import MEAN, Field, Shown, StepRecord
+from extras.prepare.overlap import copies_in_train
 from extras.prepare.sources.find_files import Source
 from extras.prepare.sources.mixture_weights import Stages, check_temperature, parse_sources, stages_of
 from extras.prepare.sources.streamed_data import SAMPLE_RECORDS, HeldOutFiles, MemoryStore, find_source
 
 logger = logging.getLogger(__name__)
+COMPARED_TOKENS = 10**9  # of a source that is searched for copies at the start: some seconds
 
 
 class MixedOrder:
@@ -173,6 +176,20 @@ class MixedData(PlannedData):
         return MemoryStore(np.concatenate(ids), np.append(0, np.cumsum(np.concatenate(lengths))))
 
 
+def warn_of_copies(parts: dict[str, PreparedData]) -> None:
+    """Log how many held-out proteins of each source another source trains on, or how to count them where that takes
+    long."""
+    for (name, held_out), (other, trained) in itertools.permutations(parts.items(), 2):
+        if trained.plan.statistics().tokens > COMPARED_TOKENS:
+            command = f"python -m extras.prepare.overlap {held_out.directory} {trained.directory}"
+            logger.info("  held-out proteins of %s in %s are not counted: %s", name, other, command)
+            continue
+        for split, (copies, records) in copies_in_train(held_out.directory, trained.directory).items():
+            if copies:
+                counted = f"{copies:,} of {records:,} {split} proteins of {name}"
+                logger.warning("%s are trained on in %s: eval_%s counts them", counted, other, name)
+
+
 def check_same_tokens(parts: dict[str, PreparedData]) -> None:
     """UserError if a source has other token ids than the model, or begins records with another token."""
     firsts = {}
@@ -230,4 +247,7 @@ def open_mixture(flags: DataFlags, tokens: TokenSet, world: World, evaluate: boo
         data = MixedData(flags, tokens, HeldOutFiles(splits, flags, tokens).read)
         if evaluate:
             data.check_validation()
+    with world.on_main_rank() as is_main:
+        if is_main and evaluate:
+            warn_of_copies(dict(zip(data.sources, data.parts, strict=True)))
     return data

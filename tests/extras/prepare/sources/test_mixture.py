@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 
+import datasets
 import numpy as np
 import pytest
 
@@ -16,8 +17,13 @@ from common.data.loader import ALONE
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.prepare.sources.mixture import MixedData, most_lacking
+from extras.prepare.overlap import copies_in_train
+from extras.prepare.overlap import main as main_of_overlap
+from extras.prepare.sample import write_sample
+from extras.prepare.sources import mixture
+from extras.prepare.sources.mixture import MixedData, most_lacking, warn_of_copies
 from extras.prepare.sources.mixture_weights import check_temperature, parse_sources, stages_of
+from tests.data_fixtures import TOKENIZE, call
 from tests.training_fixtures import final_weights, make_dataset, rows, same_bits, train
 
 STAGES = ["6:large=0.2,small=0.8"]
@@ -300,3 +306,32 @@ def test_mixture_evaluates_each_source_as_it_is_alone(mix, dataset, small, tmp_p
         assert mixed[f"eval_{name}_samples"] == alone["eval_samples"]
         assert mixed[f"eval_{name}_loss_masked"] == pytest.approx(alone["eval_loss_masked"], rel=1e-5)
     assert mixed["eval_large_loss_masked"] != mixed["eval_small_loss_masked"]
+
+
+def test_mixture_warns_of_held_out_proteins_that_another_source_trains_on(tmp_path, caplog, capsys, monkeypatch):
+    """Two splits of the same proteins, compared with Python's sets."""
+    write_sample(tmp_path / "a.fasta", num_proteins=120, families=12, seed=3)
+    for seed in (1, 2):
+        out = ("--output_dir", tmp_path / str(seed), "--validation_size", 30, "--test_size", 10, "--seed", seed)
+        call(TOKENIZE, "--source", tmp_path / "a.fasta", *out)
+    one, other = (tmp_path / seed / "arrow" for seed in "12")
+    trained = {tuple(ids) for ids in datasets.load_from_disk(str(other / "train"))["input_ids"]}
+    expected = {}
+    for split in ("validation", "test"):
+        proteins = [tuple(ids) for ids in datasets.load_from_disk(str(one / split))["input_ids"]]
+        expected[split] = sum(ids in trained for ids in proteins), len(proteins)
+    assert copies_in_train(one, other) == expected
+    data = opened({"dataset_mix": [f"one={one}:1", f"other={other}:1"]})
+    parts = dict(zip(data.sources, data.parts, strict=True))
+    warn_of_copies(parts)
+    said = (
+        f"{expected['validation'][0]} of 30 validation proteins of one are trained on in other: eval_one counts them"
+    )
+    assert said in caplog.text
+    monkeypatch.setattr(mixture, "COMPARED_TOKENS", 100)
+    with caplog.at_level("INFO"):
+        warn_of_copies(parts)
+    assert f"python -m extras.prepare.overlap {one} {other}" in caplog.text
+    monkeypatch.setattr("sys.argv", ["overlap", str(one), str(other)])
+    main_of_overlap()
+    assert f"{expected['test'][0]} of 10 test proteins of {one} are in train of {other}" in capsys.readouterr().out

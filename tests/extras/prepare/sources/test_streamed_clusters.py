@@ -160,7 +160,7 @@ def test_clusters_of_files_refused_in_a_line(records, tmp_path):
     (tmp_path / "c.csv").write_text("sequence,ur50_id\nMKLV,x\nMKLL,\n")
     for name, message in (
         ("a.fasta", "FASTA has no column ur50_id for --sample_clusters: drop --sample_clusters, or prepare"),
-        ("b.csv", "no column ur50_id or cluster_id or cluster, only id, sequence: drop --sample_clusters"),
+        ("b.csv", "no column ur50_id or cluster or cluster_id, only id, sequence: drop --sample_clusters"),
         ("c.csv", "c.csv: row 2: no name of a cluster: drop --sample_clusters"),
     ):
         source = opened(tmp_path / name)

@@ -1,0 +1,52 @@
+"""Count the held-out proteins of prepared data that other prepared data train on, by their whole sequences.
+
+    python -m extras.prepare.overlap HELD_OUT/arrow TRAINED/arrow
+
+Step 1 leaves copies out within its own output alone. For relatives, prepare both as one, with --cluster.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from common.cli import UserError, log_every, run
+from extras.command_line import positional
+from extras.prepare.encode import hash_records
+from extras.prepare.extend import batches_of, lists_of
+from extras.prepare.splits import SPLITS
+
+
+def copies_in_train(held_out: Path, trained: Path) -> dict[str, tuple[int, int]]:
+    """{held-out split: (records that `trained`'s train has too, records)} of two outputs of step 1."""
+    hashes = {split: hashes_of(held_out, split) for split in SPLITS[1:] if (held_out / split).is_dir()}
+    found = {split: np.zeros(len(of_split), bool) for split, of_split in hashes.items()}
+    for batch in batches_of(trained, "train"):
+        of_batch = hash_records(*lists_of(batch))
+        for split, of_split in hashes.items():
+            found[split] |= np.isin(of_split, of_batch)
+    return {split: (int(of_split.sum()), len(of_split)) for split, of_split in found.items()}
+
+
+def hashes_of(directory: Path, split: str) -> np.ndarray:
+    """Of the token ids of each record, uint64 [records]."""
+    return np.concatenate(
+        [np.empty(0, np.uint64), *(hash_records(*lists_of(b)) for b in batches_of(directory, split))]
+    )
+
+
+def main() -> None:
+    usage = "python -m extras.prepare.overlap HELD_OUT/arrow TRAINED/arrow"
+    held_out, trained = map(Path, positional(__doc__, usage, 2))
+    for directory in (held_out, trained):
+        if not (directory / "train/state.json").is_file():
+            raise UserError(f"{directory}: not an output of step 1: give the directory arrow")
+    with log_every("Comparing"):
+        counts = copies_in_train(held_out, trained)
+    for split, (copies, records) in counts.items():
+        print(f"{copies:,} of {records:,} {split} proteins of {held_out} are in train of {trained}")
+
+
+if __name__ == "__main__":
+    run(main)
