@@ -21,7 +21,8 @@ from tests.data.stream_fixtures import first_epoch, PACKED
 if "--impatient" in sys.argv:
     hub.ATTEMPTS = 1
 with cli.user_errors():
-    source = open_source("org/proteins", "--streaming" in sys.argv)
+    name = sys.argv[sys.argv.index("--name") + 1] if "--name" in sys.argv else "org/proteins"
+    source = open_source(name, "--streaming" in sys.argv)
     print(source.revision)
     print(*sorted(first_epoch(plan_streams(source.splits["train"], 4, **PACKED))), sep="\\n")
 """
@@ -59,6 +60,20 @@ def test_hub_streamed_downloaded_and_offline_are_the_same(repo, tmp_path):
         for flags in ((), ("--streaming",)):
             offline = read(tmp_path / "home", "http://127.0.0.1:9", *flags, **{switch: "1"})
             assert offline.stdout.split()[1:] == expected, offline.stderr
+
+
+def test_hub_address_of_a_part(repo, tmp_path):
+    """A file, a pattern and a directory, in place and downloaded; no other file is fetched."""
+    parts = {"data/train-00001-of-00002.parquet": 60, "data/train*": 120, "data": 120, f"@{COMMIT}/data/train*": 120}
+    with hub_server("org/proteins", repo) as hub:
+        for number, (part, count) in enumerate(parts.items()):
+            address = "hf://datasets/org/proteins" + (part if part.startswith("@") else f"/{part}")
+            streamed = read(tmp_path / f"home{number}", hub.url, "--streaming", "--name", address)
+            assert streamed.stdout.split()[0] == COMMIT, streamed.stderr
+            downloaded = read(tmp_path / f"home{number}", hub.url, "--name", address)
+            assert downloaded.stdout.split()[1:] == streamed.stdout.split()[1:], downloaded.stderr
+            assert len(downloaded.stdout.split()) == 1 + count
+            assert not list((tmp_path / f"home{number}").rglob("README.md"))
 
 
 def test_hub_retries_when_overloaded(repo, tmp_path):
