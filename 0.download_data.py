@@ -35,6 +35,7 @@ from extras.prepare.shards import LINES, Shard, ShardFlags, complete_shards, lin
 from extras.prepare.sources.protein_records import (
     RecordFlags,
     all_columns,
+    file_of,
     read_lines,
     require_clusters,
 )
@@ -131,7 +132,7 @@ def read_files(args: Arguments, paths: list[Path], with_clusters: bool, found: F
     with progress("Reading", sum(sizes), unit="B", unit_scale=True, postfix="0 records/s") as bar:
         began = time.monotonic()
         for path, size in zip(paths, sizes, strict=True):
-            logger.info("Reading %s", path)
+            logger.info("Reading %s file %s", file_of(path, args.content).kind.upper(), path)
             position = [0]
             cleaner = args.cleaner(path, found.bad)
             for lines, of_clusters in read_lines(path, cleaner, args, with_clusters, position.append):

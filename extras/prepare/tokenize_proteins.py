@@ -30,7 +30,7 @@ from extras.prepare.output_directory import Build
 from extras.prepare.relatives import IDENTITY, SEARCHED, count_relatives
 from extras.prepare.shards import ENCODED, EncodedFile, split_files, write_results
 from extras.prepare.sources.csv_records import count_lines
-from extras.prepare.sources.protein_records import read_records, require_clusters
+from extras.prepare.sources.protein_records import file_of, read_records, require_clusters
 from extras.prepare.sources.records import BadRecords
 from extras.prepare.sources.residues import Changes, Cleaner
 from extras.prepare.splits import SPLITS, Joined, labels_by_file, of_clusters, split_labels, split_sizes
@@ -207,7 +207,8 @@ def plan_splits(args: TokenizeFlags, files: list[Path], build: Build, encoded: l
 
 def tokenize(args: TokenizeFlags, files: list[Path], build: Build, has_clusters: bool) -> None:
     """Make the build's `arrow`. has_clusters: whether a file has a column of them."""
-    logger.info("Loading %s", args.given_input)
+    kinds = {file_of(path, args.content).kind for path in files}
+    logger.info("Loading %s files from %s", " and ".join(sorted(kinds)), " ".join(args.source) or args.input_dir)
     # Records whose number is not known are encoded first, all of them, and counted on the way. With --train_size most
     # may be left out: a pass over the input counts them, or names them where a table must know their clusters.
     counted = args.clustered or (not has_clusters and (quick_to_count(files) or args.train_size is not None))
