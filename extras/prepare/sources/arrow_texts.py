@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ from extras.prepare.sources.sequence_files import Unit, as_text, check_text, col
 MAGIC = b"ARROW1"  # of a file; a stream has none
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 ROWS_AT_ONCE = 4096
-Reader = pa.RecordBatchFileReader | pa.RecordBatchStreamReader
 
 
 def column(unit: Unit) -> str:
@@ -24,13 +23,12 @@ def column(unit: Unit) -> str:
 
 
 def schema(unit: Unit) -> pa.Schema:
-    with _opened(unit.file) as reader:
-        return reader.schema
+    with open_file(unit.file) as source:
+        return _reader(unit.file, source).schema
 
 
 def records(file: File) -> int:
-    with _opened(file) as reader:
-        return sum(batch.num_rows for batch in _batches(reader))
+    return sum(batch.num_rows for batch in _batches(file))
 
 
 def texts(unit: Unit) -> Iterator[pa.Array]:
@@ -40,37 +38,42 @@ def texts(unit: Unit) -> Iterator[pa.Array]:
 
 
 def rows(unit: Unit, names: list[str]) -> Iterator[pa.RecordBatch]:
-    with _opened(unit.file) as reader:
-        for batch in _batches(reader):
-            chosen = batch.select(names)
-            has_large = any(map(pa.types.is_large_string, chosen.schema.types))
-            for first in range(0, batch.num_rows, ROWS_AT_ONCE):
-                part = chosen.slice(first, ROWS_AT_ONCE)
-                # A copy: Arrow casts no 64-bit offsets above 2 GB to 32 bits, be there few bytes between them.
-                yield part.take(np.arange(part.num_rows)) if has_large else part
+    for batch in _batches(unit.file):
+        chosen = batch.select(names)
+        chosen.validate(full=True)  # Arrow takes the offsets of a damaged file as they are
+        has_large = any(map(pa.types.is_large_string, chosen.schema.types))
+        for first in range(0, batch.num_rows, ROWS_AT_ONCE):
+            part = chosen.slice(first, ROWS_AT_ONCE)
+            # A copy: Arrow casts no 64-bit offsets above 2 GB to 32 bits, be there few bytes between them.
+            yield part.take(np.arange(part.num_rows)) if has_large else part
 
 
-@contextmanager
-def _opened(file: File) -> Iterator[Reader]:
-    """Of a file or stream. UserError for a stream that is cut short: its reader would end there in silence."""
+def _batches(file: File) -> Iterator[pa.RecordBatch]:
+    """ArrowInvalid for a damaged file, and for a stream that ends before the file does."""
     with open_file(file) as source:
-        start = source.read(len(MAGIC))
-        source.seek(0)
-        if start == MAGIC:
-            yield pa.ipc.open_file(source)
-            return
-        source.seek(max(0, file.size - len(END_OF_STREAM)))
-        if source.read(len(END_OF_STREAM)) != END_OF_STREAM:
-            raise UserError(f"{file.path}: no Arrow file or stream, or it is cut short: write or fetch it again")
-        source.seek(0)
-        yield pa.ipc.open_stream(source)
+        reader = _reader(file, source)
+        try:
+            if isinstance(reader, pa.RecordBatchFileReader):
+                yield from map(reader.get_batch, range(reader.num_record_batches))
+                return
+            yield from reader
+        except pa.ArrowMemoryError as error:  # a damaged length
+            raise pa.ArrowInvalid(str(error)) from None
+        if source.tell() != file.size:
+            raise pa.ArrowInvalid("it goes on after the end of its stream")
 
 
-def _batches(reader: Reader) -> Iterator[pa.RecordBatch]:
-    if isinstance(reader, pa.RecordBatchFileReader):
-        yield from map(reader.get_batch, range(reader.num_record_batches))
-    else:
-        yield from reader
+def _reader(file: File, source: pa.NativeFile | BinaryIO) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+    """Of a file or stream. UserError for a stream that is cut short: its reader would end there in silence."""
+    start = source.read(len(MAGIC))
+    source.seek(0)
+    if start == MAGIC:
+        return pa.ipc.open_file(source)
+    source.seek(max(0, file.size - len(END_OF_STREAM)))
+    if source.read(len(END_OF_STREAM)) != END_OF_STREAM:
+        raise UserError(f"{file.path}: no Arrow file or stream, or it is cut short: write or fetch it again")
+    source.seek(0)
+    return pa.ipc.open_stream(source)
 
 
 def _column_of(unit: Unit, fields: pa.Schema) -> str:

@@ -293,7 +293,7 @@ def _hub(request: Request, given: str, streaming: bool) -> Source:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    where = request.given
+    where, flag = request.given, request.given.split()[0]
     name, revision, within = parse_address(given, where)
     try:
         if offline() or not (streaming or request.chooses):
@@ -318,12 +318,12 @@ def _hub(request: Request, given: str, streaming: bool) -> Source:
             return replace(_local(request, snapshot_download(name, **asked)), name=given)
         return source
     except LocalEntryNotFoundError:
-        raise UserError(f"{where}: {uncached_advice(name)}") from None
+        raise UserError(f"{where}: {uncached_advice(name, flag=flag)}") from None
     except RepositoryNotFoundError:
         raise UserError(
             f"{where}: no such file, and no such dataset on the Hub, or it is private: set HF_TOKEN"
         ) from None
     except HfHubHTTPError as error:
-        raise UserError(f"{where}: {hub_advice(name, error)}") from None
+        raise UserError(f"{where}: {hub_advice(name, error, flag=flag)}") from None
     except OSError as error:
-        raise UserError(f"{where}: {unreachable_advice(name, error)}") from None
+        raise UserError(f"{where}: {unreachable_advice(name, error, flag=flag)}") from None

@@ -59,16 +59,17 @@ def local_path(path: str) -> str:
     return hf_hub_download(f"{owner}/{repo}", name, repo_type="dataset", revision=revision)
 
 
-def download_command(name: str, kind: str) -> tuple[str, str]:
-    """The command that downloads a repository (kind: `dataset` or `tokenizer`), and the flag to use it."""
+def download_command(name: str, kind: str, flag: str = "") -> tuple[str, str]:
+    """The command that downloads a repository (kind: `dataset` or `tokenizer`), and the flag, by default that of the
+    kind, to use it."""
     of_kind = "--repo-type dataset " if kind == "dataset" else ""
-    return f"hf download {name} {of_kind}--local-dir DIR", f"--{kind} DIR"
+    return f"hf download {name} {of_kind}--local-dir DIR", f"{flag or f'--{kind}'} DIR"
 
 
-def hub_advice(name: str, error: Exception, kind: str = "dataset") -> str:
-    """Meaning of an HTTP error of the Hub and what to do, for the end of an error. kind: as `download_command`."""
+def hub_advice(name: str, error: Exception, kind: str = "dataset", flag: str = "") -> str:
+    """Meaning of an HTTP error of the Hub and what to do, to end an error. kind, flag: of `download_command`."""
     status = _status(error)
-    command, then = download_command(name, kind)
+    command, then = download_command(name, kind, flag)
     if status == 429:
         return (
             "the Hub answers 429 (too many requests, usually from many nodes at once): set HF_TOKEN, or better "
@@ -79,18 +80,18 @@ def hub_advice(name: str, error: Exception, kind: str = "dataset") -> str:
     return f"the Hub failed ({brief(error)}): try again later, or hf download the {kind} and pass its directory"
 
 
-def unreachable_advice(name: str, error: Exception, kind: str = "dataset") -> str:
+def unreachable_advice(name: str, error: Exception, kind: str = "dataset", flag: str = "") -> str:
     """The end of an error line where the Hub does not answer: how to download the files elsewhere."""
-    command, then = download_command(name, kind)
+    command, then = download_command(name, kind, flag)
     return (
         f"the Hub cannot be reached ({brief(error)}): check the network, or download the {kind} elsewhere: "
         f"{command}, then {then}"
     )
 
 
-def uncached_advice(name: str, kind: str = "dataset") -> str:
+def uncached_advice(name: str, kind: str = "dataset", flag: str = "") -> str:
     """The end of an error line where the Hub is switched off: how to download the files."""
-    command, then = download_command(name, kind)
+    command, then = download_command(name, kind, flag)
     return f"not in the local cache, and the Hub is switched off or cannot be reached: {command}, then {then}"
 
 

@@ -86,9 +86,9 @@ def columns_of(file: File, wanted: Wanted) -> Columns | None:
         return None
     with reporting(file.path):
         schema = reader_of(file).schema(Unit(file))
-    chosen = wanted.choose(file.path, schema.names)
-    chosen.check(file.path, schema)
-    return chosen
+        chosen = wanted.choose(file.path, schema.names)
+        chosen.check(file.path, schema)
+        return chosen
 
 
 def all_columns(paths: Iterable[Path], flags: RecordFlags) -> list[Columns | None]:

@@ -51,7 +51,7 @@ def cut(data: np.ndarray, pieces: np.ndarray) -> pa.LargeBinaryArray:
 def characters(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """The bytes of a string or binary array, uint8 [C], and the offset of each row, int32 [N + 1]; views."""
     _, offsets, data = text.buffers()
-    offsets = np.frombuffer(offsets, np.int32)[text.offset : text.offset + len(text) + 1]
+    offsets = np.frombuffer(offsets, np.int32, offsets.size // 4)[text.offset : text.offset + len(text) + 1]
     return np.frombuffer(data or b"", np.uint8), offsets
 
 

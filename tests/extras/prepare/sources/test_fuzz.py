@@ -16,12 +16,16 @@ from extras.prepare.sources.csv_records import read_rows as read_csv
 from extras.prepare.sources.fasta import read_fasta
 from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import proteins
+from extras.prepare.sources.protein_records import RecordFlags, read_records
 from extras.prepare.sources.proteins import ProteinFlags, proteins_of
 from extras.prepare.sources.records import BadRecords
 from extras.prepare.sources.residues import RESIDUES, Cleaner
 from extras.prepare.sources.sequence_files import read_sequences, units_of
 from tests.data_fixtures import DOWNLOAD, call
 from tests.extras.prepare.test_download_data import partitions
+from tests.extras.prepare.test_inputs import UNIREF
+from tests.extras.prepare.test_inputs import table_of as pa_table_of
+from tests.extras.prepare.test_inputs import write as write_table
 
 NAMES = ["5'-nucleotidase", "3-ligase (EC 6.5.1.1)", "capsid", "kinase, tyrosine", 'the "long" one']
 PIECES = [
@@ -156,6 +160,34 @@ def test_mutated_tables_keep_or_count_their_rows(tmp_path, seed, kind):
             continue
         accepted += 1
         assert rows == wanted, (number, content)
+    assert accepted > 5
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather", "a.jsonl"])
+def test_mutated_binary_files_keep_or_count_their_rows(tmp_path, name):
+    """Bytes changed, set or left out anywhere, in headers too. In JSON lines a line may be lost with its end."""
+    draw, flags = random.Random(3), RecordFlags(on_bad_record="skip")
+    rows = [(f"C{number // 3}", f"P{number}", text) for number, text in enumerate(sequences(draw, 60))]
+    path = write_table(tmp_path / name, pa_table_of(rows, UNIREF))
+    whole, accepted = path.read_bytes(), 0
+    for number in range(150):
+        content = bytearray(whole)
+        at, kind = draw.randrange(len(content)), draw.randrange(3)
+        if kind == 0:
+            content[at] = draw.randrange(256)
+        elif kind == 1:
+            content[at : at + 4] = bytes(draw.choices([0, 1, 127, 255], k=4))
+        else:
+            del content[at : at + draw.randrange(1, 9)]
+        path.write_bytes(content)
+        cleaner = flags.cleaner(path)
+        try:
+            found = sum(batch.num_rows for batch in read_records(path, cleaner, flags)) + cleaner.bad_records.count
+        except UserError as error:
+            one_line(error, name)
+            continue
+        accepted += 1
+        assert found == 60, (number, content)
     assert accepted > 5
 
 
