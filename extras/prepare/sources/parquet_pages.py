@@ -139,16 +139,17 @@ def _check_pages(file: BinaryIO, where: str, chunk: pq.ColumnChunkMetaData, long
 def _longest_value(page: bytes, size: int, compression: str) -> int | None:
     """Bytes of the longest value of a dictionary page that decompresses to `size` bytes; None where that is unknown.
 
-    A value is its length, uint32, and its bytes. Places with the two zero bytes of a length below 65,536 are those of
-    the values if each length leads to the next place, from the first byte to the last.
+    A value is its length, uint32, and its bytes. A length below 65,536 ends in two zero bytes: the places that such
+    bytes give are those of the values if each length leads to the next place, from the first byte to the last.
     """
     try:
         data = page if compression == "UNCOMPRESSED" else pa.decompress(page, size, compression.lower(), asbytes=True)
     except (pa.ArrowException, ValueError, OSError):
         return None
     raw = np.frombuffer(data, np.uint8)
-    zero = np.append(raw == 0, False)
-    places = np.flatnonzero(zero[2:-2] & zero[3:-1] & ~zero[4:])
+    zeros = np.flatnonzero(raw == 0)
+    ends = zeros[np.diff(zeros, append=-1) != 1]  # of runs of them
+    places = ends[raw[ends - 1] == 0] - 3
     if len(raw) != size or not len(places) or places[0]:
         return None
     lengths = raw[places] + raw[places + 1].astype(np.int64) * 256
