@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +58,7 @@ class ShardWriter:
         self.ended: list[tuple[Path, int, int]] = []  # path, rows, bytes of the shards that have ended
         self._rows_in_shard = 0
         self._file = self._stream = None
-        self._pending: list[pa.RecordBatch] = []
+        self._pending: deque[pa.RecordBatch] = deque()
         self._pending_rows = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -91,15 +92,21 @@ class ShardWriter:
             self.end_shard()
 
     def _flush(self, rows: int) -> None:
-        if not rows:
-            return
-        table = pa.Table.from_batches(self._pending, self.schema)
-        head, later = table.slice(0, rows).combine_chunks(), table.slice(rows)
-        self._pending = later.to_batches()
-        self._pending_rows = later.num_rows
-        for batch in head.to_batches(max_chunksize=ROWS_PER_BATCH):
-            # A copy: of a slice, Arrow would write the bytes after it as padding.
-            self.write_unchanged(batch.take(np.arange(batch.num_rows)))
+        """Write the first `rows` pending rows, ROWS_PER_BATCH a batch."""
+        for size in (*[ROWS_PER_BATCH] * (rows // ROWS_PER_BATCH), rows % ROWS_PER_BATCH):
+            taken = 0
+            parts = []
+            while taken < size:
+                batch = self._pending.popleft()
+                parts.append(batch.slice(0, size - taken))
+                if (left := batch.slice(size - taken)).num_rows:
+                    self._pending.appendleft(left)
+                taken += parts[-1].num_rows
+            if parts:
+                # A copy: of a slice, Arrow would write the bytes after it as padding.
+                copied = pa.concat_batches(parts) if len(parts) > 1 else parts[0].take(np.arange(size))
+                self.write_unchanged(copied)
+        self._pending_rows -= rows
 
     def _open(self) -> None:
         self._file = open(self.directory / f"data-{len(self.ended):05d}.arrow", "wb")  # noqa: SIM115
