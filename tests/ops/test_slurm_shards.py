@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,17 @@ def test_an_array_that_is_none_is_refused(cluster, tmp_path, options, message):
     assert cluster.end(job) == "FAILED"
     assert message in (tmp_path / "said").read_text()
     assert cluster.job(job)["ExitCode"] == "2:0"
+
+
+@pytest.mark.skipif(not shutil.which("mmseqs"), reason="MMseqs2 is not installed")
+def test_clustering_is_a_job_within_its_memory(cluster, tmp_path):
+    write_csv(tmp_path / "csv")
+    options = "--mem=800M --cpus-per-task=2 slurm/cluster_mmseqs.sh --method linclust"
+    job = cluster.submit(options, TARGET_PATH=str(tmp_path))
+    assert cluster.end(job) == "COMPLETED", cluster.said()
+    results = json.loads((tmp_path / "clusters/table/.complete.json").read_text())["results"]
+    assert results["command"].endswith("--threads 2 --split-memory-limit 640M")
+    assert results["records"] == 1000
 
 
 def test_submit_shards_refuses_what_cannot_work(cluster):
