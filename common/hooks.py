@@ -73,6 +73,9 @@ class Catalogue(Protocol):
     def open_files(self, flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict) -> Any:
         """--dataset, --eval_dataset: proteins of files, read in place; --dataset_mix."""
 
+    def weighted_clusters(self, clusters: Any, exponent: float) -> tuple[Any, str]:
+        """sample_clusters_exponent: what a batch plan draws by, and a line about it."""
+
     def untokenised(self, directory: Path, columns: Any = None) -> str:
         """What to do with a directory of datasets' save_to_disk that has no tokens but `columns`; "" if it has."""
 

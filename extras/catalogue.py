@@ -115,6 +115,12 @@ def open_files(flags: Any, tokens: Any, world: Any, evaluate: bool, makers: dict
     return streamed_data.open_files(flags, tokens, world, evaluate, makers)
 
 
+def weighted_clusters(clusters: Any, exponent: float) -> tuple[Any, str]:
+    from extras.prepare.sources import weighted_clusters
+
+    return weighted_clusters.weighted(clusters, exponent)
+
+
 def untokenised(directory: Path, columns: Any = None) -> str:
     from extras.prepare.sources import saved_datasets
 

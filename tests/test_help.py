@@ -36,7 +36,8 @@ OTHER = {  # values of keys of a file of flags, where True is none
     "cp_comm_type": "all_gather",
     "cp_layout": "contiguous",
     "dataset_mix_stages": ["1:a=1"],
-    "dataset_mix_temperature": 0.5,
+    "dataset_mix_exponent": 0.5,
+    "sample_clusters_exponent": 0.5,
     "ddp_bucket_dtype": "bf16",
     "device_reserve": 2.5,
     "eval_mask_replace_prob": 0.5,
@@ -128,7 +129,12 @@ def test_help_all_lists_at_most_60_flags_and_when_to_change_them(script, task):
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_key_of_a_file_of_flags_is_no_flag_of_a_command_line(script, tmp_path):
     given = {"config_name": "facebook/esm2_t6_8M_UR50D", "dataset_dir": "x", "output_dir": "y", "bf16": True}
-    given |= {"fp8": True, "fp8_recipe": "current", "cp_size": 1 if script == "train_ddp.py" else 2}
+    given |= {
+        "sample_clusters": "auto",
+        "fp8": True,
+        "fp8_recipe": "current",
+        "cp_size": 1 if script == "train_ddp.py" else 2,
+    }
     others = OTHER | ({"cp_layout": "dual_chunk"} if script == "train_ddp.py" else {})
     own = file_only(script)
     file, strategy = tmp_path / "run.yaml", getattr(load_script(script), STRATEGIES[script])

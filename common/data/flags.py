@@ -164,7 +164,7 @@ class DataFlags(SourceFlags):
     )
     file_only = (
         *("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob"),
-        *("dataset_mix_stages", "dataset_mix_temperature"),
+        *("dataset_mix_stages", "dataset_mix_exponent", "sample_clusters_exponent"),
     )
 
     dataset_mix: list[str] | None = flag(
@@ -175,7 +175,7 @@ class DataFlags(SourceFlags):
     dataset_mix_stages: list[str] | None = flag(
         None, "Other weights from a step on: STEP:NAME=WEIGHT,NAME=WEIGHT; sources that it does not name rest."
     )
-    dataset_mix_temperature: float = flag(
+    dataset_mix_exponent: float = flag(
         1.0, "Where no weights are given: a source's is its number of tokens to this power, 0 (all equal) to 1."
     )
     eval_dataset: list[str] | None = flag(
@@ -187,6 +187,9 @@ class DataFlags(SourceFlags):
         False,
         "If large families dominate: draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's "
         "--cluster_table or --cluster, or a column ur50_id of --dataset); auto: where the data have them.",
+    )
+    sample_clusters_exponent: float = flag(
+        0.0, "Draw clusters by their size to this power: 0, each alike as ESM-2 did, to 1, each protein alike."
     )
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
@@ -266,8 +269,10 @@ class DataFlags(SourceFlags):
             yield Missing("--dataset", "--streaming goes with it", "proteins.fasta")
         elif self.tokens_per_pack == "auto" and not self.tokens_per_step:
             yield Missing("--tokens_per_step", "the batch that --tokens_per_pack auto divides", "2097152")
-        elif not self.dataset_mix and (self.dataset_mix_stages or self.dataset_mix_temperature != 1):
-            yield Missing("--dataset_mix", "dataset_mix_stages and dataset_mix_temperature go with it", "a=a/arrow:1")
+        elif not self.dataset_mix and (self.dataset_mix_stages or self.dataset_mix_exponent != 1):
+            yield Missing("--dataset_mix", "dataset_mix_stages and dataset_mix_exponent go with it", "a=a/arrow:1")
+        elif self.sample_clusters_exponent and not self.sample_clusters:
+            yield Missing("--sample_clusters", "sample_clusters_exponent goes with it", "auto")
         elif self.dataset_mix and self.max_steps < 0:
             yield Missing("--max_steps", "a --dataset_mix has no end", "1000")
         elif not self.dataset and not self.dataset_dir and not self.dataset_mix:
@@ -278,6 +283,8 @@ class DataFlags(SourceFlags):
         _ = self.eval_sets
         if self.dataset and self.max_train_samples:
             raise UserError("--max_train_samples needs --dataset_dir: a --dataset is not counted; use --max_steps")
+        if self.sample_clusters_exponent and self.dataset:
+            raise UserError("sample_clusters_exponent needs --dataset_dir: prepare the data by step 1")
         if self.dataset_mix and (other := self.dataset_dir or self.dataset or self.max_train_samples):
             raise UserError(f"--dataset_mix names all training data: drop {other}")
         if self.do_preprocess:

@@ -135,6 +135,8 @@ class PreparedData(PlannedData):
         }
         train = self.directory / "train"
         clusters, self.sampling = clusters_to_draw(train, len(self.store), flags.sample_clusters)
+        if clusters and flags.sample_clusters_exponent:
+            clusters, self.sampling = extra().weighted_clusters(clusters, flags.sample_clusters_exponent)
         if clusters:
             self.identity["sample_clusters"] = clusters.content[:16]
         self.plan = BatchPlan(

@@ -36,7 +36,7 @@ from common.flags import with_flags
 from common.training.log_row import MEAN, Field, Shown, StepRecord
 from extras.prepare.overlap import copies_in_train
 from extras.prepare.sources.find_files import Source
-from extras.prepare.sources.mixture_weights import Stages, check_temperature, parse_sources, stages_of
+from extras.prepare.sources.mixture_weights import Stages, check_exponent, parse_sources, stages_of
 from extras.prepare.sources.streamed_data import SAMPLE_RECORDS, HeldOutFiles, MemoryStore, find_source
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class MixedData(PlannedData):
 
     def __init__(self, flags: DataFlags, tokens: TokenSet, read: Callable[[str], ProteinStore | None]):
         directories, weights = parse_sources(flags)
-        check_temperature(flags, weights)
+        check_exponent(flags, weights)
         stages_of(flags, list(directories), weights, [1] * len(directories))  # wrong ones before data are opened
         self.sources, self._read = tuple(directories), read
         alone = partial(with_flags, flags, dataset_mix=None, eval_dataset=None)

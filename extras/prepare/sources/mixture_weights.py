@@ -66,7 +66,7 @@ def parse_sources(flags: DataFlags) -> tuple[dict[str, str], list[float]]:
 
 def stages_of(flags: DataFlags, names: Sequence[str], weights: Sequence[float], tokens: Sequence[int]) -> Stages:
     """The stages of a mixture. weights: as `parse_sources`; tokens: of an epoch of each source, for the default."""
-    stages = {0: _normalised(weights or [size**flags.dataset_mix_temperature for size in tokens])}
+    stages = {0: _normalised(weights or [size**flags.dataset_mix_exponent for size in tokens])}
     for text in flags.dataset_mix_stages or ():
         where = f"dataset_mix_stages: {text}"
         if not (match := STAGE.fullmatch(text)):
@@ -87,13 +87,13 @@ def stages_of(flags: DataFlags, names: Sequence[str], weights: Sequence[float], 
     return Stages(tuple(stages), tuple(stages.values()))
 
 
-def check_temperature(flags: DataFlags, weights: Sequence[float]) -> None:
+def check_exponent(flags: DataFlags, weights: Sequence[float]) -> None:
     """UserError for a power that cannot be, or that nothing reads."""
-    power = flags.dataset_mix_temperature
+    power = flags.dataset_mix_exponent
     if not 0 <= power <= 1:
-        raise UserError(f"dataset_mix_temperature: {power}: a power of sizes, 0 to 1")
+        raise UserError(f"dataset_mix_exponent: {power}: a power of sizes, 0 to 1")
     if weights and power != 1:
-        raise UserError(f"dataset_mix_temperature: {power}: --dataset_mix has weights: drop the one or the other")
+        raise UserError(f"dataset_mix_exponent: {power}: --dataset_mix has weights: drop the one or the other")
 
 
 def _weight(where: str, text: str) -> float:

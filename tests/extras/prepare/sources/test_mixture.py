@@ -22,7 +22,7 @@ from extras.prepare.overlap import main as main_of_overlap
 from extras.prepare.sample import write_sample
 from extras.prepare.sources import mixture
 from extras.prepare.sources.mixture import MixedData, most_lacking, warn_of_copies
-from extras.prepare.sources.mixture_weights import check_temperature, parse_sources, stages_of
+from extras.prepare.sources.mixture_weights import check_exponent, parse_sources, stages_of
 from tests.data_fixtures import TOKENIZE, call
 from tests.training_fixtures import final_weights, make_dataset, rows, same_bits, train
 
@@ -164,7 +164,7 @@ def test_stages_and_temperature():
     ] * 2
     assert stages.line(["a", "b"]) == "a 0.75, b 0.25; from step 10: b 1; from step 20: a 0.5, b 0.5"
     for power, expected in ((1.0, (0.2, 0.8)), (0.5, (1 / 3, 2 / 3)), (0.0, (0.5, 0.5))):
-        flags = DataFlags(dataset_mix=["a=x", "b=y"], dataset_mix_temperature=power)
+        flags = DataFlags(dataset_mix=["a=x", "b=y"], dataset_mix_exponent=power)
         assert stages_of(flags, ["a", "b"], [], [100, 400]).at(0) == pytest.approx(expected)
     first = DataFlags(dataset_mix=["a=x", "b=y"], dataset_mix_stages=["0:b=1", "5:a=1"])
     assert stages_of(first, ["a", "b"], [], [1, 1]).weights == ((0, 1), (1, 0))
@@ -219,9 +219,9 @@ def test_stages_of_refuses(stages, message):
 
 def test_temperature_refused():
     with pytest.raises(UserError, match="a power of sizes, 0 to 1"):
-        check_temperature(DataFlags(dataset_mix_temperature=2.0), [])
+        check_exponent(DataFlags(dataset_mix_exponent=2.0), [])
     with pytest.raises(UserError, match="has weights: drop the one"):
-        check_temperature(DataFlags(dataset_mix_temperature=0.5), [1.0])
+        check_exponent(DataFlags(dataset_mix_exponent=0.5), [1.0])
 
 
 def test_mixture_refuses_other_tokens(mix, small, tmp_path):
@@ -245,7 +245,7 @@ def test_mixture_flags_contradict():
         with pytest.raises(UserError, match=f"--dataset_mix names all training data: {message}"):
             DataFlags(dataset_mix=["a=x:1"], max_steps=1, **flags).check()
     assert [m.flag for m in DataFlags(dataset_mix=["a=x:1"]).missing()] == ["--max_steps"]
-    for key in ({"dataset_mix_stages": ["1:a=1"]}, {"dataset_mix_temperature": 0.5}):
+    for key in ({"dataset_mix_stages": ["1:a=1"]}, {"dataset_mix_exponent": 0.5}):
         assert [m.flag for m in DataFlags(dataset_dir="x", **key).missing()] == ["--dataset_mix"]
 
 
