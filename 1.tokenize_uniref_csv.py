@@ -60,6 +60,8 @@ def main() -> None:
     logger.info("Parsing arguments")
     args = parse_arguments(__doc__, TokenizeFlags)
     if args.source:
+        if args.input_dir != TokenizeFlags.input_dir:
+            logger.info("--source replaces --input_dir %s", args.input_dir)
         sources = parse_sources(args.source, content=args.content)
     else:
         sources = directory_sources(args.input_dir, args.content)

@@ -29,7 +29,9 @@ class TokenizeFlags(ShardFlags, RecordFlags):
     input_dir: str = flag("csv", "directory of CSV files, or of parquet, Arrow, TSV, JSON lines or FASTA; or a file")
     source: list[str] = field(
         default_factory=list,
-        metadata={"help": "in place of --input_dir: files, directories, patterns, datasets of the Hub, URLs"},
+        metadata={
+            "help": "in place of --input_dir, also of a job's: files, directories, patterns, datasets of the Hub, URLs"
+        },
     )
     output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/arrow")
     train_size: float | None = flag(None, "records, or a fraction; default: all remaining records")
@@ -85,8 +87,6 @@ class TokenizeFlags(ShardFlags, RecordFlags):
             raise UserError("--cluster and --cluster_table: give one of them")
         if self.cluster is not None and not 0 < self.cluster <= 1:
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
-        if self.source and self.input_dir != TokenizeFlags.input_dir:
-            raise UserError("--source and --input_dir: give one of them")
         self.require_at_least(0, "seed")
 
 

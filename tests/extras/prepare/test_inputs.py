@@ -370,3 +370,12 @@ def test_step_0_refuses_ids_that_no_line_can_hold(tmp_path):
     call(DOWNLOAD, "--source", tmp_path / "a.parquet", *out, "--on_bad_record", "skip")
     assert csv_of(tmp_path / "out")[1:] == [["a,b", "MK"], ['é"\u2028x', "MKI"]]
     assert read_record(tmp_path / "out/csv")["results"]["skipped_records"] == 3
+
+
+def test_source_replaces_the_directory_that_a_job_names(tmp_path, caplog):
+    write(tmp_path / "a.parquet", table_of(ROWS))
+    words = ("--input_dir", tmp_path / "csv", "--source", tmp_path / "a.parquet", "--output_dir", tmp_path / "out")
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, *words)
+    assert f"--source replaces --input_dir {tmp_path / 'csv'}" in caplog.text
+    assert set(tokens_of(tmp_path / "out")) == {name for name, _ in ROWS}
