@@ -30,7 +30,7 @@ class TokenizeFlags(ShardFlags, RecordFlags):
     source: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "in place of --input_dir, also of a job's: files, directories, patterns, datasets of the Hub, URLs"
+            "help": "in place of --input_dir: files, directories, patterns, datasets of the Hub, URLs"
         },
     )
     output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/arrow")
