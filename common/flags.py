@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
 
@@ -294,8 +293,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown and is_file_of_flags(unknown[0]):
             self.error(f"{unknown[0]}: a file of flags comes first, flags after it")
         if unknown:
-            of_command_line = (word for word, name in self.options.items() if name not in self.file_only)
-            self.error(self._unknown(unknown, [*of_command_line]))
+            self.error(self._unknown(unknown, [w for w, name in self.options.items() if name not in self.file_only]))
         return vars(namespace)
 
     def split(self, argv: list[str], file: str | None) -> list[tuple[str, list[str]]]:
@@ -351,7 +349,7 @@ class _Parser(argparse.ArgumentParser):
 def _converter(annotation: str) -> Callable[[str], Any]:
     kinds = {"bool": _boolean, "int": int, "float": float}
     kind: Callable[[str], Any] = next((kind for name, kind in kinds.items() if name in annotation), str)
-    return partial(_or_auto, kind) if "Literal['auto']" in annotation else kind
+    return (lambda text: _or_auto(kind, text)) if "Literal['auto']" in annotation else kind
 
 
 def _or_auto(kind: Callable[[str], Any], text: str) -> Any:
