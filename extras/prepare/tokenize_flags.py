@@ -29,9 +29,7 @@ class TokenizeFlags(ShardFlags, RecordFlags):
     input_dir: str = flag("csv", "directory of CSV files, or of parquet, Arrow, TSV, JSON lines or FASTA; or a file")
     source: list[str] = field(
         default_factory=list,
-        metadata={
-            "help": "in place of --input_dir: files, directories, patterns, datasets of the Hub, URLs"
-        },
+        metadata={"help": "in place of --input_dir: files, directories, patterns, datasets of the Hub, URLs"},
     )
     output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/arrow")
     train_size: float | None = flag(None, "records, or a fraction; default: all remaining records")
