@@ -164,6 +164,7 @@ N   Backend: torch BACKEND
 N   Device = cpu x 1, computing in fp32
 N ***** Running Evaluation *****
 N Held-out loss HELD_OUT
+N Sampling proteins, uniformly: 240 proteins
 N step 1/6  loss L  held-out L  S tok/s
 N step 3/6  loss L  held-out L  S tok/s
 N step 6/6  loss L  held-out L  S tok/s
