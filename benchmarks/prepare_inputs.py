@@ -33,7 +33,7 @@ from common.flags import Flags, flag, parse_arguments
 from extras.prepare.sample import write_sample
 from extras.prepare.sources.protein_records import RecordFlags, read_records
 
-FORMATS = ("fasta.gz", "csv", "tsv", "jsonl", "parquet", "feather")
+FORMATS = ("fasta.gz", "csv", "tsv", "jsonl", "parquet", "feather", "plain.parquet")  # the last without clusters
 FEW = 100
 
 
@@ -43,6 +43,7 @@ class BenchmarkArguments(Flags):
     records: int = flag(200_000, "records of the input")
     rounds: int = flag(3, "Measure everything so many times and report the median.")
     work_dir: str | None = flag(None, "For inputs and outputs, some GB; default: the system's temporary directory.")
+    before: str | None = flag(None, "A checkout of an earlier version, whose steps 0 and 1 are measured in turns.")
     guides: bool = flag(True, "Also measure datasets.map, on a part of the records.")
     output: str | None = flag(None, "Also write the table to this file.")
 
@@ -62,6 +63,7 @@ def write_formats(fasta: Path, directory: Path) -> None:
         path.parent.mkdir()
     paths["fasta.gz"].symlink_to(fasta)
     pq.write_table(table, paths["parquet"], row_group_size=20_000)
+    pq.write_table(table.drop_columns("ur50_id"), paths["plain.parquet"], row_group_size=20_000)
     pyarrow.feather.write_feather(table, paths["feather"])
     for name, delimiter in (("csv", ","), ("tsv", "\t")):
         options = pa.csv.WriteOptions(delimiter=delimiter, quoting_style="none")
@@ -71,11 +73,11 @@ def write_formats(fasta: Path, directory: Path) -> None:
             file.write(json.dumps(dict(zip(table.column_names, row, strict=True))) + "\n")
 
 
-def cpu_seconds(*commands: list[str]) -> float:
-    """User and system time of commands, one after the other."""
+def cpu_seconds(*commands: list[str], root: Path = ROOT) -> float:
+    """User and system time of commands, one after the other, in a checkout."""
     total = 0.0
     for command in commands:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=root, text=True)
         said = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -90,10 +92,12 @@ def one_pass(source: Path, scratch: Path) -> float:
         return cpu_seconds(step_1("--source", str(source), out))
 
 
-def two_steps(source: Path, scratch: Path) -> float:
+def two_steps(source: Path, scratch: Path, root: Path = ROOT, of_both: bool = True) -> float:
+    """of_both: not of step 1 alone."""
     with tempfile.TemporaryDirectory(dir=scratch) as out:
         step_0 = [sys.executable, "0.download_data.py", "--source", str(source), "--output_dir", out]
-        return cpu_seconds(step_0, step_1("--input_dir", f"{out}/csv", out))
+        before = cpu_seconds(step_0, root=root)
+        return cpu_seconds(step_1("--input_dir", f"{out}/csv", out), root=root) + of_both * before
 
 
 def step_1(flag: str, given: str, out: str) -> list[str]:
@@ -135,6 +139,11 @@ def passes(full: Path, few: Path, scratch: Path, args: BenchmarkArguments) -> di
     }
     for name in ("fasta.gz", "parquet"):
         ways[f"{name}, steps 0 and 1"] = lambda root, name=name: two_steps(root / name / f"proteins.{name}", scratch)
+    if args.before:
+        root = Path(args.before)
+        gz = lambda of, both: two_steps(of / "fasta.gz/proteins.fasta.gz", scratch, root, both)  # noqa: E731
+        ways["csv, step 1 of --before"] = lambda of: gz(of, False)
+        ways["fasta.gz, steps 0 and 1 of --before"] = lambda of: gz(of, True)
     if args.guides:
         ways["`datasets.map`, padded to 512"] = lambda root: datasets_map(root / "parquet/proteins.parquet", scratch)
     taken: dict[str, list[float]] = {what: [] for what in ways}

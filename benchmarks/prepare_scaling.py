@@ -163,19 +163,23 @@ def table(args: Arguments) -> str:
 
 
 def the_sum(results: dict) -> list[str]:
-    """Hours for WANTED records, from the largest measured number of each row."""
-    last = {
-        row: found["cpu"] / records for (row, records), found in sorted(results.items(), key=lambda each: each[0][1])
-    }
-    hours = {row: cost * WANTED / 3600 for row, cost in last.items()}
-    lines = [f"{WANTED:,} records, in hours of CPU: " + ", ".join(f"{row} {n:.1f}" for row, n in hours.items()) + "."]
-    for nodes in (1, 32):
-        if "shard" in hours:
-            shards, merge = hours["shard"] / (nodes * CORES), hours["merge"]
-            lines.append(
-                f"On {nodes} nodes of {CORES} cores, if the file system keeps up: shards {hours['shard']:.1f} / "
-                f"({nodes} x {CORES}) = {shards:.2f} h, then the merge on one core of one node {merge:.1f} h."
-            )
+    """What WANTED records take, from the largest measured number of each row."""
+    lines = [f"{WANTED:,} records, by the largest measured number of each row (`merge` has its `copies` in it):", ""]
+    lines += ["| | CPU hours | read, TB | written, TB | hours at 2 GB/s |", "|---|---|---|---|---|"]
+    hours = {}
+    for row, records in sorted(results, key=lambda each: each[1]):
+        each = {key: value / records * WANTED for key, value in results[row, records].items()}
+        hours[row] = each["cpu"] / 3600
+        read, written = each["read"] / 1e12, each["written"] / 1e12
+        cells = f"{hours[row]:.1f} | {read:.1f} | {written:.1f} | {(read + written) / 2e-3 / 3600:.1f}"
+        lines = [line for line in lines if not line.startswith(f"| {row} ")] + [f"| {row} | {cells} |"]
+    if {"shard", "merge"} <= hours.keys():
+        lines.append("")
+        for nodes in (1, 32):
+            minutes = 60 * hours["shard"] / (nodes * CORES)
+            shards = f"{hours['shard']:.1f} h / {nodes * CORES} = {minutes:.1f} minutes for the shards"
+            merge = f"{hours['merge']:.1f} h for the merge on one core, if the file system keeps up"
+            lines.append(f"{nodes} x {CORES} cores: {shards}, {merge}.")
     return lines
 
 
