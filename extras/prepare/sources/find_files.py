@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from common.cli import UserError
+from common.cli import UserError, owner_of_denied
 from common.files.content_hash import combined_hash
 from extras.prepare.sources.compression import check_duplicates, check_file
 from extras.prepare.sources.formats import INFO_BYTES, PROTEINS, Content, format_of_file
@@ -122,15 +122,19 @@ def open_source(
 ) -> Source:
     """The source that a flag names. A Hub dataset is read in place with `streaming`, else downloaded first.
 
-    configuration: of a text dataset. UserError for a missing file, for something else than a file, and if no file has
-    a known format or, for --dataset, belongs to the split `train`.
+    configuration: of a text dataset. UserError for a missing file, for something else than a file, for a place that
+    cannot be read, and if no file has a known format or, for --dataset, belongs to the split `train`.
     """
     where = f"{flag} {name}"
     request = Request(where, content, configuration, train if flag == "--dataset" else None)
     local = is_local(name)
     if not local and not HUB_NAME.fullmatch(name) and not name.startswith(REMOTE):
         raise UserError(f"{where}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
-    source = _local(request, name) if local else _hub(request, name, streaming)
+    try:
+        source = _local(request, name) if local else _hub(request, name, streaming)
+    except OSError as error:
+        what_to_do = owner_of_denied(error) or "make it readable, or name what to read in it"
+        raise UserError(f"{where}: {error.filename}: {error.strerror}: {what_to_do}") from None
     if not source.splits:
         raise UserError(
             f"{where}: no files of {content.name} in it: expected {content.suffixes} (all but parquet also compressed)"
@@ -255,9 +259,13 @@ def _local(request: Request, name: str) -> Source:
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """All files, links to directories followed, each directory once."""
+    """All files, links to directories followed, each directory once. OSError for a directory that cannot be listed."""
+
+    def refuse(error: OSError) -> None:  # os.walk leaves the directory out otherwise
+        raise error
+
     files, seen = [], set()
-    for place, directories, names in os.walk(directory, followlinks=True):
+    for place, directories, names in os.walk(directory, onerror=refuse, followlinks=True):
         if (real := os.path.realpath(place)) in seen:
             directories.clear()
             continue

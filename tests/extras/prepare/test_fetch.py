@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import itertools
+import os
 import signal
 
 import pytest
@@ -281,3 +282,18 @@ def test_download_data_resumes_a_killed_download(tmp_path):
     assert everything_in(out) == everything_in(tmp_path / "undisturbed")
     assert len(rows(out)) == 50_000
     assert [path.name for path in out.iterdir()] == ["csv"]
+
+
+def test_a_directory_that_cannot_be_listed_is_not_left_out(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a.fasta").write_bytes(CONTENT)
+    (tmp_path / "deep").mkdir()
+    place = os.open(tmp_path / "deep", os.O_RDONLY)
+    for _ in range(20):  # a path of more than PATH_MAX bytes, which not even root can list
+        os.mkdir("d" * 250, dir_fd=place)
+        place, above = os.open("d" * 250, os.O_RDONLY, dir_fd=place), place
+        os.close(above)
+    os.close(place)
+    (tmp_path / "deep").rename(tmp_path / "source/deep")
+    with pytest.raises(UserError, match=r"--source .*source: .*File name too long: make it readable, or name what"):
+        parse_sources([str(tmp_path / "source")])
