@@ -33,8 +33,10 @@ def texts(unit: Unit) -> Iterator[pa.Array]:
 
 
 def rows(unit: Unit, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """Fields that the first object lacks are texts."""
     kinds = schema(unit)
-    yield from _batches(unit, pa.schema([kinds.field(name) for name in names]))
+    here = {name: kinds.field(name) for name in kinds.names}
+    yield from _batches(unit, pa.schema([here.get(name, pa.field(name, pa.string())) for name in names]))
 
 
 def _batches(unit: Unit, fields: pa.Schema) -> Iterator[pa.RecordBatch]:

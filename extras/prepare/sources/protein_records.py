@@ -131,10 +131,29 @@ def _blocks(file: File, wanted: Wanted) -> Blocks:
     if (chosen := columns_of(file, wanted)) is None:
         batches = (pa.RecordBatch.from_arrays([text.cast(pa.binary())], ["text"]) for text in read_rows(Unit(file), 0))
     else:
-        batches = map(chosen.of, read_batches(Unit(file), chosen.names))
+        unit = Unit(file)
+        is_json = file.kind == "json"
+        read = _refusing_late_fields(unit, chosen) if is_json else read_batches(unit, chosen.names)
+        batches = map(chosen.of, read)
     for batch in batches:
         yield np.arange(row, row + batch.num_rows), batch
         row += batch.num_rows
+
+
+def _refusing_late_fields(unit: Unit, chosen: Columns) -> Iterator[pa.RecordBatch]:
+    """Rows of JSON lines, whose first object decides the columns. UserError for an id or a cluster that it lacks."""
+    absent = [*(IDS if chosen.id is None else ()), *(CLUSTERS if chosen.cluster is None else ())]
+    row = 1
+    for batch in read_batches(unit, [*chosen.names, *absent]):
+        for name in absent:
+            if (values := batch.column(name)).null_count < len(values):
+                first = row + int(pc.index(values.is_valid(), True).as_py())
+                raise UserError(
+                    f"{unit}: row {first:,} has a field {name}, and the first has none: give it to the first too, as "
+                    "null if it is unknown"
+                )
+        row += batch.num_rows
+        yield batch
 
 
 def read_lines(
