@@ -97,6 +97,20 @@ def test_merged_shards_of_clusters_are_the_bytes_of_one_machine(tmp_path):
     assert everything_in(tmp_path / "many/arrow") == everything_in(tmp_path / "one/arrow")
 
 
+def test_table_with_clusters_beside_fasta(tmp_path):
+    """Records of FASTA are clusters of their own."""
+    sequences = {"id": ["a", "b", "c"], "sequence": ["MKV", "MKVA", "MKVAL"], "cluster": ["C", "C", "D"]}
+    (tmp_path / "in").mkdir()
+    pyarrow.parquet.write_table(pa.table(sequences), tmp_path / "in/a.parquet")
+    write_fasta(tmp_path / "in/b.fasta", proteins(60))
+    step_1(tmp_path / "in", tmp_path / "one")
+    run_shards(tmp_path / "in", tmp_path / "many", 2)
+    step_1(tmp_path / "in", tmp_path / "many", "--merge", 2)
+    assert everything_in(tmp_path / "many/arrow") == everything_in(tmp_path / "one/arrow")
+    results = read_record(tmp_path / "one/arrow")["results"]
+    assert sum(results[f"{split}_clusters"] for split in ("train", "validation", "test")) == 62
+
+
 def test_column_of_clusters_splits_as_a_table_that_says_the_same(tmp_path, monkeypatch):
     clusters = make_input(tmp_path / "csv", count=800)
     step_1(tmp_path / "csv", tmp_path / "table", "--cluster_table", tmp_path / "csv/table.tsv")
