@@ -238,7 +238,9 @@ def main() -> None:
                         writer.write(lines)
                 read = build.done(READ)
             if not read["records"]:
-                raise UserError(f"{read['bad']['first'][0]} (and no other record is valid)")
+                if bad := read["bad"]["first"]:
+                    raise UserError(f"{bad[0]} (and no other record is valid)")
+                raise UserError(f"--source {' '.join(args.source)}: no records")
             build.results |= {"records": writer.close(), "skipped_records": read["bad"]["count"]}
             changes = Changes(**read.get("changes", {}))  # none in a build that an earlier version began
             build.results["changes"] = changes.state

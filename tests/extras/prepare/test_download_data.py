@@ -299,3 +299,10 @@ def test_download_data_log_lines(tmp_path):
     assert re.search(r"Reading: 100%.* 82.8k/82.8k \[.*<.*B/s, 300 records, [\d,]+ records/s\]", said)
     assert re.search(r"Writing: 100%.* 300/300 \[.*<.* records/s\]", said)
     assert said.endswith("INFO - Save complete\n")
+
+
+def test_no_records_are_an_error(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n")
+    with pytest.raises(UserError, match=r"--source .*a\.csv: no records"):
+        call(DOWNLOAD, "--source", tmp_path / "a.csv", "--output_dir", tmp_path / "out")
+    assert not (tmp_path / "out/csv").exists()
