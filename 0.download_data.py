@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -90,9 +91,9 @@ def describe(args: Arguments) -> dict:
     return describe_sources(args.sources) | given | args.changing
 
 
-def describe_shard(args: Arguments) -> dict:
-    """All that the lines of a source depend on, whatever becomes of them."""
-    return name_sources(args.sources) | {"on_bad_record": args.on_bad_record} | args.changing
+def describe_shard(args: Arguments, shard: Shard) -> dict:
+    """All that a shard's lines depend on, whatever becomes of them."""
+    return name_sources(args.sources, shard.has) | {"on_bad_record": args.on_bad_record} | args.changing
 
 
 def progress(phase: str, total: int, **options) -> tqdm:
@@ -163,7 +164,7 @@ def read_records(args: Arguments, build: Build, downloads: Path) -> Iterator[Lin
 
 def read_shards(args: Arguments, found: Found) -> tuple[bool, Iterator[Lines]]:
     """Whether lines have a field for the cluster; and the records of all sources in order, as the shards left them."""
-    roots = complete_shards(Path(args.output_dir), args.merge, LINES, describe_shard(args))
+    roots = complete_shards(Path(args.output_dir), args.merge, LINES, partial(describe_shard, args))
     made = [json.loads((root / f"{LINES}.json").read_text()) for root in roots]
     if len({of_shard["with_clusters"] for of_shard in made}) > 1:
         raise UserError(f"--merge {args.merge}: only some sources have a column of clusters: shards need one in all")
@@ -179,7 +180,7 @@ def write_shard(args: Arguments, shard: Shard) -> None:
     directory = shard.directory(Path(args.output_dir))
     mine = {number: source for number, source in enumerate(args.sources) if shard.has(number)}
     with (
-        building(directory, [LINES], describe_shard(args), args.overwrite, args.verify) as build,
+        building(directory, [LINES], describe_shard(args, shard), args.overwrite, args.verify) as build,
         download_directory(directory / ".download") as downloads,
         logging_redirect_tqdm(),
     ):

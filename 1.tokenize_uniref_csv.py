@@ -12,6 +12,7 @@ characters. OUTPUT_DIR/arrow is always complete; once it exists the same command
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from common.cli import run
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 def encode_part(args: TokenizeFlags, sources: list[Source], shard: Shard, downloads: Path) -> None:
     """--shard: only its own files are fetched."""
     mine = {number: source for number, source in enumerate(sources) if shard.has(number)}
-    made_from = describe_shard(args, sources)
+    made_from = describe_shard(args, sources, shard)
     with building(shard.directory(Path(args.output_dir)), [ENCODED], made_from, args.overwrite, args.verify) as build:
         if not build.paths:
             return
@@ -47,7 +48,7 @@ def make_splits(args: TokenizeFlags, sources: list[Source], downloads: Path) -> 
         if not build.paths:
             return
         if args.merge is not None:
-            encoded = read_shards(output_dir, args.merge, len(sources), describe_shard(args, sources))
+            encoded = read_shards(output_dir, args.merge, len(sources), partial(describe_shard, args, sources))
             files = fetch(sources, downloads) if args.cluster is not None else []
             split_and_finish(args, files, build, encoded)
             return

@@ -6,14 +6,14 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 from common.cli import UserError
-from common.files.content_hash import content_hashes
+from common.files.content_hash import combined_hash, content_hashes
 from extras.prepare.download import ANYTHING, RETRIES, DownloadFiles, Expected, RetryPolicy, download
 from extras.prepare.sources.compression import check_duplicates, check_file
 from extras.prepare.sources.csv_records import csv_files
@@ -136,11 +136,12 @@ def describe_sources(sources: list[Source]) -> dict:
     return described[0] if len(described) == 1 else {"sources": described}
 
 
-def name_sources(sources: list[Source]) -> dict:
-    """The sources by name and size, for the record of a shard: a machine need not read the others' files."""
-    return {
-        "input": [identity(source.address) if source.is_url else _name_and_size(source.path) for source in sources]
-    }
+def name_sources(sources: list[Source], is_own: Callable[[int], bool]) -> dict:
+    """The sources by name and size, and its own by content, for the record of a shard: a machine need not read the
+    others' files. is_own: whether the source of a number is the shard's."""
+    own = [source.path for number, source in enumerate(sources) if is_own(number) and not source.is_url]
+    names = [identity(source.address) if source.is_url else _name_and_size(source.path) for source in sources]
+    return {"input": names, "content": combined_hash(own)}
 
 
 def _name_and_size(path: Path) -> list:

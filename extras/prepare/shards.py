@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,8 +122,8 @@ def write_results(build: Build, made: Iterable[dict], numbers: Iterable[int]) ->
     write_json_flushed(build.paths[ENCODED] / f"{ENCODED}.json", made, sort_keys=False)
 
 
-def complete_shards(output_dir: Path, count: int, name: str, made_from: dict) -> list[Path]:
-    """The directories `name` of all shards. UserError unless each is complete and was made from the same."""
+def complete_shards(output_dir: Path, count: int, name: str, made_from: Callable[[Shard], dict]) -> list[Path]:
+    """The directories `name` of all shards. UserError unless each is complete and was made from what is here now."""
     shards = [Shard(index, count) for index in range(count)]
     records = [read_record(shard.directory(output_dir) / name) for shard in shards]
     if missing := [str(shard.index) for shard, record in zip(shards, records, strict=True) if record is None]:
@@ -132,7 +132,8 @@ def complete_shards(output_dir: Path, count: int, name: str, made_from: dict) ->
             f"--shard I/{count} for I = {', '.join(missing[:10])}{', ...' if len(missing) > 10 else ''}"
         )
     for shard, record in zip(shards, records, strict=True):
-        if differing := sorted(key for key, value in made_from.items() if record["made_from"].get(key) != value):
+        now = made_from(shard)
+        if differing := sorted(key for key, value in now.items() if record["made_from"].get(key) != value):
             raise UserError(
                 f"--merge {count}: {shard.directory(output_dir)} is of another run ({', '.join(differing)} differ): "
                 "remove it, and run that shard again with these arguments"
@@ -140,7 +141,7 @@ def complete_shards(output_dir: Path, count: int, name: str, made_from: dict) ->
     return [shard.directory(output_dir) / name for shard in shards]
 
 
-def read_shards(output_dir: Path, count: int, files: int, made_from: dict) -> list[EncodedFile]:
+def read_shards(output_dir: Path, count: int, files: int, made_from: Callable[[Shard], dict]) -> list[EncodedFile]:
     """All input files, in order. UserError as `complete_shards`."""
     roots = complete_shards(output_dir, count, ENCODED, made_from)
     made = [json.loads((root / f"{ENCODED}.json").read_text()) for root in roots]

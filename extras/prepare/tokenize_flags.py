@@ -15,7 +15,7 @@ from extras.prepare.cluster_splits import COMPONENTS
 from extras.prepare.encode import check_tokenizer
 from extras.prepare.fetch import Source, describe_sources, name_sources
 from extras.prepare.output_directory import read_record
-from extras.prepare.shards import ShardFlags
+from extras.prepare.shards import Shard, ShardFlags
 from extras.prepare.sources.protein_records import RecordFlags
 from extras.prepare.splits import HELD_OUT, HELD_OUT_CLUSTERS
 
@@ -139,7 +139,7 @@ def describe(args: TokenizeFlags, sources: list[Source]) -> dict:
     return now
 
 
-def describe_shard(args: TokenizeFlags, sources: list[Source]) -> dict:
-    """All that the encoded files depend on, whatever becomes of them."""
+def describe_shard(args: TokenizeFlags, sources: list[Source], shard: Shard) -> dict:
+    """All that a shard's encoded files depend on, whatever becomes of them."""
     names = ("max_seq_length", "pad_to_max_length", "line_by_line", "on_bad_record", "line_ends_in_text")
-    return name_sources(sources) | {name: getattr(args, name) for name in names} | args.changing
+    return name_sources(sources, shard.has) | {name: getattr(args, name) for name in names} | args.changing

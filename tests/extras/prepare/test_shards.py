@@ -193,6 +193,26 @@ def test_merge_refuses_what_is_not_whole_or_of_another_run(source, tmp_path):
     assert (out / "arrow/dataset_dict.json").exists(), "what was complete stays"
 
 
+@pytest.mark.parametrize("step", [DOWNLOAD, TOKENIZE])
+def test_shards_of_a_file_that_changed_but_for_its_size_are_refused(tmp_path, step):
+    files = [write_fasta(tmp_path / f"{n}.fasta", proteins(40, seed=n)) for n in range(2)]
+
+    def run(*flags) -> None:
+        call(step, "--source", *files, "--output_dir", tmp_path / "out", *flags)
+
+    for index in range(2):
+        run("--shard", f"{index}/2")
+    text = files[1].read_text()
+    files[1].write_text(text[:-2] + ("A" if text[-2] != "A" else "C") + "\n")
+    run("--shard", "0/2")
+    with pytest.raises(UserError, match="1-of-2/.* was made from other input or arguments"):
+        run("--shard", "1/2")
+    with pytest.raises(UserError, match=r"1-of-2 is of another run \(content differ\)"):
+        run("--merge", 2)
+    run("--shard", "1/2", "--overwrite")
+    run("--merge", 2)
+
+
 @pytest.mark.parametrize("given", ["3/3", "a/3", "-1/3", "0", "0/0", "1/2/3"])
 def test_shard_is_i_of_n(source, tmp_path, given):
     with pytest.raises(UserError, match=f"--shard {re.escape(given)}: give I/N"):
