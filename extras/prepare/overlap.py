@@ -10,8 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from common.cli import UserError, log_every, run
+from common.models.esm2.alphabet import PAD
 from extras.command_line import positional
 from extras.prepare.encode import hash_records
 from extras.prepare.extend import batches_of, lists_of
@@ -23,17 +25,25 @@ def copies_in_train(held_out: Path, trained: Path) -> dict[str, tuple[int, int]]
     hashes = {split: hashes_of(held_out, split) for split in SPLITS[1:] if (held_out / split).is_dir()}
     found = {split: np.zeros(len(of_split), bool) for split, of_split in hashes.items()}
     for batch in batches_of(trained, "train"):
-        of_batch = hash_records(*lists_of(batch))
+        of_batch = hashes_in(batch)
         for split, of_split in hashes.items():
             found[split] |= np.isin(of_split, of_batch)
     return {split: (int(of_split.sum()), len(of_split)) for split, of_split in found.items()}
 
 
 def hashes_of(directory: Path, split: str) -> np.ndarray:
-    """Of the token ids of each record, uint64 [records]."""
-    return np.concatenate(
-        [np.empty(0, np.uint64), *(hash_records(*lists_of(b)) for b in batches_of(directory, split))]
-    )
+    """Of each record, uint64 [records]."""
+    return np.concatenate([np.empty(0, np.uint64), *map(hashes_in, batches_of(directory, split))])
+
+
+def hashes_in(batch: pa.RecordBatch) -> np.ndarray:
+    """Of the token ids of each record without <pad>, uint64 [records]. Those of text have no <pad>, and are hashed by
+    their two or four bytes."""
+    ids, offsets = lists_of(batch)
+    if ids.dtype == np.uint8:
+        kept = ids != PAD
+        ids, offsets = ids[kept], np.append(0, np.cumsum(kept))[offsets]
+    return hash_records(ids.view(np.uint8), offsets * ids.itemsize)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from extras.prepare.sample import write_sample
 from extras.prepare.sources import mixture
 from extras.prepare.sources.mixture import MixedData, most_lacking, warn_of_copies
 from extras.prepare.sources.mixture_weights import check_exponent, parse_sources, stages_of
-from tests.data_fixtures import TOKENIZE, call
+from tests.data_fixtures import TOKENIZE, call, load_script
 from tests.training_fixtures import final_weights, make_dataset, rows, same_bits, train
 
 STAGES = ["6:large=0.2,small=0.8"]
@@ -335,3 +335,27 @@ def test_mixture_warns_of_held_out_proteins_that_another_source_trains_on(tmp_pa
     monkeypatch.setattr("sys.argv", ["overlap", str(one), str(other)])
     main_of_overlap()
     assert f"{expected['test'][0]} of 10 test proteins of {one} are in train of {other}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["padded", "text"])
+def test_overlap_counts_copies_in_padded_data_and_in_text(tmp_path, kind):
+    """a's records again in b: all that are held out in a and trained on in b, by Python's sets."""
+    write_sample(tmp_path / "a.fasta", num_proteins=120, families=12, seed=3)
+    lines = [line for line in (tmp_path / "a.fasta").read_text().split("\n") if line and line[0] != ">"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    for seed in (1, 2):
+        out = ("--output_dir", tmp_path / str(seed), "--seed", seed)
+        if kind == "text":
+            call(load_script("1.tokenize_text.py"), "--dataset", tmp_path / "a.jsonl", "--validation_size", 0.3, *out)
+        else:
+            padding = ("--max_seq_length", 1024, "--pad_to_max_length", "True") if seed == 2 else ()
+            call(TOKENIZE, "--source", tmp_path / "a.fasta", "--validation_size", 30, *out, *padding)
+    one, other = (tmp_path / seed / ("text" if kind == "text" else "arrow") for seed in "12")
+    trained = {
+        tuple(ids[: ids.index(1)] if kind == "padded" and 1 in ids else ids)
+        for ids in datasets.load_from_disk(str(other / "train"))["input_ids"]
+    }
+    held_out = [tuple(ids) for ids in datasets.load_from_disk(str(one / "validation"))["input_ids"]]
+    expected = sum(ids in trained for ids in held_out)
+    assert copies_in_train(one, other)["validation"] == (expected, len(held_out))
+    assert expected > len(held_out) / 2
