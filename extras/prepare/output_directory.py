@@ -194,7 +194,7 @@ def _missing(parent: Path, names: list[str], made_from: dict, overwrite: bool, v
         if record is None or record["made_from"] != made_from:
             _refuse_to_replace(directory, overwrite)
             missing.append(directory.name)
-        elif change := _changed(directory, record, verify):
+        elif change := how_changed(directory, record, verify):
             raise UserError(f"{directory}: {change} since it was written: give --overwrite to make it again")
         else:
             logger.info("%s is complete and was made from the same input and arguments: nothing to do", directory)
@@ -246,7 +246,7 @@ def _files(directory: Path) -> dict[str, list[int]]:
         return dict(zip(names, pool.map(size_and_crc, paths), strict=True))
 
 
-def _changed(directory: Path, record: dict, verify: bool) -> str | None:
+def how_changed(directory: Path, record: dict, verify: bool = False) -> str | None:
     """How a file differs from the record of completion, or None. Records of earlier versions list no files."""
     for name, (size, crc) in record.get("files", {}).items():
         path = directory / name

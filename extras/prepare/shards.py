@@ -22,7 +22,7 @@ from common.files.safe_files import sync, write_json_flushed
 from common.flags import Flags, flag
 from extras.prepare.dataset_writer import Piece, read_pieces
 from extras.prepare.encode import CLUSTERS, WHOLE, directory_name, in_order, split_pieces
-from extras.prepare.output_directory import Build, read_record
+from extras.prepare.output_directory import Build, how_changed, read_record
 from extras.prepare.sources.records import Lines, hash_names
 
 ENCODED = "encoded"  # directory of a shard's pieces; the JSON file in it has what FileEncoder returned
@@ -131,14 +131,18 @@ def complete_shards(output_dir: Path, count: int, name: str, made_from: Callable
             f"--merge {count}: {len(missing)} of {count} shards are not complete below {output_dir / 'shards'}: run "
             f"--shard I/{count} for I = {', '.join(missing[:10])}{', ...' if len(missing) > 10 else ''}"
         )
-    for shard, record in zip(shards, records, strict=True):
+    directories = [shard.directory(output_dir) / name for shard in shards]
+    for shard, record, directory in zip(shards, records, directories, strict=True):
         now = made_from(shard)
         if differing := sorted(key for key, value in now.items() if record["made_from"].get(key) != value):
             raise UserError(
                 f"--merge {count}: {shard.directory(output_dir)} is of another run ({', '.join(differing)} differ): "
                 "remove it, and run that shard again with these arguments"
             )
-    return [shard.directory(output_dir) / name for shard in shards]
+        if change := how_changed(directory, record):
+            again = f"run --shard {shard.index}/{count} again with --overwrite"
+            raise UserError(f"--merge {count}: {directory}: {change} since it was written: {again}")
+    return directories
 
 
 def read_shards(output_dir: Path, count: int, files: int, made_from: Callable[[Shard], dict]) -> list[EncodedFile]:

@@ -1,5 +1,6 @@
 """Step 1 in parts: the bytes of one machine, whatever was killed; parts of different runs are refused."""
 
+import os
 import random
 import re
 
@@ -211,6 +212,21 @@ def test_shards_of_a_file_that_changed_but_for_its_size_are_refused(tmp_path, st
         run("--merge", 2)
     run("--shard", "1/2", "--overwrite")
     run("--merge", 2)
+
+
+@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, path.stat().st_size - 8)])
+@pytest.mark.parametrize("name", ["keys", "records/data-00000.arrow"])
+def test_merge_refuses_a_shard_with_a_damaged_file_which_the_shard_makes_again(tmp_path, name, damage):
+    source = write_fasta(tmp_path / "a.fasta", proteins(40))
+    out = ("--source", source, "--output_dir", tmp_path / "out")
+    call(TOKENIZE, *out, "--shard", "0/1")
+    damage(tmp_path / "out/shards/0-of-1/encoded/file-00000" / name)
+    with pytest.raises(
+        UserError, match=rf"0-of-1/encoded: file-00000/{name} has .*: run --shard 0/1 again with --overwrite"
+    ):
+        call(TOKENIZE, *out, "--merge", 1)
+    call(TOKENIZE, *out, "--shard", "0/1", "--overwrite")
+    call(TOKENIZE, *out, "--merge", 1)
 
 
 @pytest.mark.parametrize("given", ["3/3", "a/3", "-1/3", "0", "0/0", "1/2/3"])
