@@ -190,7 +190,7 @@ class Joined(NamedTuple):
     """Records by cluster: key of the cluster (random order), number of the record; and counts."""
 
     buckets: Buckets
-    missing: int  # records that are not in the table: one cluster each
+    missing: int  # records without a cluster, or that are not in the table: one cluster each
     repeated: int  # rows of the table that put a member into a second cluster: ignored
 
 
@@ -228,14 +228,14 @@ def join(
     return Joined(joined, missing, repeated)
 
 
-def of_clusters(clusters: Iterable[np.ndarray], seed: int, scratch: Path) -> Joined:
-    """As `join`, of records whose clusters are known: their hashes uint64 [n], in blocks."""
+def of_clusters(clusters: Iterable[np.ndarray], missing: int, seed: int, scratch: Path) -> Joined:
+    """As `join`, of records whose clusters are known: their hashes uint64 [n], in blocks. missing: see Joined."""
     joined, key = Buckets(scratch / "joined"), derive_key(seed, CLUSTER_ORDER)
     for of_records in clusters:
         numbers = np.arange(joined.rows, joined.rows + len(of_records))
         joined.add(hash_counters(key, of_records), numbers)
     joined.sync()
-    return Joined(joined, missing=0, repeated=0)
+    return Joined(joined, missing, repeated=0)
 
 
 def draw_splits(joined: Buckets, sizes: tuple[int, int, int], all_left: bool, path: Path) -> np.ndarray:
@@ -260,7 +260,10 @@ def draw_splits(joined: Buckets, sizes: tuple[int, int, int], all_left: bool, pa
     labels.flush()
     for split, size in enumerate(sizes):
         if size and not (labels == split).any():
-            raise UserError(f"--{SPLITS[split]}_size {size:,}: no cluster is small enough for it: give a larger size")
+            name = SPLITS[split]
+            raise UserError(
+                f"{name}, {size:,} records: no cluster is small enough for it: give a larger --{name}_size"
+            )
     return labels
 
 

@@ -167,9 +167,11 @@ def clusters_of(
         table = cluster_records(build, files, read, args.cluster, threads)
         return by_table(table, ids, args.seed, by_number=True), "MMseqs2"
     if args.line_by_line and any(file.names_clusters for file in encoded):
-        require_clusters(args.given_input, sum(file.made["clustered"] or 0 for file in encoded))
+        named = sum(file.made["clustered"] or 0 for file in encoded)
+        require_clusters(args.given_input, named)
         clusters = (block for file in encoded for block in file.clusters())
-        return functools.partial(of_clusters, clusters, args.seed), "the input's column of clusters"
+        missing = sum(file.made["records"] for file in encoded) - named
+        return functools.partial(of_clusters, clusters, missing, args.seed), "the input's column of clusters"
     return None
 
 

@@ -142,7 +142,8 @@ def _blocks(file: File, wanted: Wanted) -> Blocks:
 
 def _refusing_late_fields(unit: Unit, chosen: Columns) -> Iterator[pa.RecordBatch]:
     """Rows of JSON lines, whose first object decides the columns. UserError for an id or a cluster that it lacks."""
-    absent = [*(IDS if chosen.id is None else ()), *(CLUSTERS if chosen.cluster is None else ())]
+    usual = [*(IDS if chosen.id is None else ()), *(CLUSTERS if chosen.cluster is None else ())]
+    absent = [spelled for name in usual for spelled in (name, name.capitalize(), name.upper())]
     row = 1
     for batch in read_batches(unit, [*chosen.names, *absent]):
         for name in absent:

@@ -242,7 +242,7 @@ def test_draw_splits_refuses_a_split_smaller_than_every_cluster(tmp_path):
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/table.tsv").write_text("".join(f"UniRef50_A\tUniRef90_{i}\n" for i in range(20)))
     (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"UniRef90_{i},MKV\n" for i in range(20)))
-    with pytest.raises(UserError, match="--validation_size 1: no cluster is small enough"):
+    with pytest.raises(UserError, match="validation, 1 records: no cluster is small enough .* --validation_size"):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out",
              "--cluster_table", tmp_path / "csv/table.tsv", "--validation_size", 1, "--test_size", 0)  # fmt: skip
     assert not (tmp_path / "out").exists()

@@ -310,12 +310,12 @@ def late_clusters(path: Path) -> None:
 
 
 def late_ids(path: Path) -> None:
-    path.write_bytes(b'{"sequence": "MKV"}\n{"sequence": "MKV", "accession": "P1"}\n')
+    path.write_bytes(b'{"sequence": "MKV"}\n{"sequence": "MKV", "Accession": "P1"}\n')
 
 
 BAD = [
     (late_clusters, "a.jsonl", "a.jsonl: row 3 has a field cluster, and the first has none: give it to the first too"),
-    (late_ids, "a.jsonl", "a.jsonl: row 2 has a field accession, and the first has none"),
+    (late_ids, "a.jsonl", "a.jsonl: row 2 has a field Accession, and the first has none"),
     (no_sequence, "a.parquet", "a.parquet: no column sequence or text or seq, only id, description: name the one"),
     (no_sequence, "a.tsv", "a.tsv: row 0: no column sequence or text or seq, only id, description"),
     (lists, "a.parquet", "a.parquet: the column sequence holds list<element: string>: expected texts"),

@@ -98,7 +98,7 @@ def test_merged_shards_of_clusters_are_the_bytes_of_one_machine(tmp_path):
     assert everything_in(tmp_path / "many/arrow") == everything_in(tmp_path / "one/arrow")
 
 
-def test_table_with_clusters_beside_fasta(tmp_path):
+def test_table_with_clusters_beside_fasta(tmp_path, caplog):
     """Records of FASTA are clusters of their own."""
     sequences = {"id": ["a", "b", "c"], "sequence": ["MKV", "MKVA", "MKVAL"], "cluster": ["C", "C", "D"]}
     (tmp_path / "in").mkdir()
@@ -110,6 +110,8 @@ def test_table_with_clusters_beside_fasta(tmp_path):
     assert everything_in(tmp_path / "many/arrow") == everything_in(tmp_path / "one/arrow")
     results = read_record(tmp_path / "one/arrow")["results"]
     assert sum(results[f"{split}_clusters"] for split in ("train", "validation", "test")) == 62
+    assert results["not_in_cluster_table"] == 60
+    assert "60 of 63 records are not in the input's column of clusters: each is a cluster of its own" in caplog.text
 
 
 def test_column_of_clusters_splits_as_a_table_that_says_the_same(tmp_path, monkeypatch):
