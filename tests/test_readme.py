@@ -85,7 +85,7 @@ def test_quickstart_trains_and_resumes(checkout, tmp_path):
 @pytest.mark.parametrize("columns", [("ur50_id", "ur90_id", "sequence"), ("id", "sequence")])
 def test_quickstart_trains_on_a_directory_of_parquet(checkout, tmp_path, columns):
     rows = [{"ur50_id": f"C{n // 2}", "ur90_id": f"P{n}", "id": f"P{n}", "sequence": text} for n, (_, text) in
-            enumerate(proteins(400))]  # fmt: skip
+            enumerate(proteins(1000))]  # fmt: skip
     for number in range(2):
         path = tmp_path / f"my_data/part-{number}.parquet"
         path.parent.mkdir(exist_ok=True)
