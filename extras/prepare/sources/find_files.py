@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 NAMED = 5  # files that are left out, in the log
 SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")  # beside the Arrow files of datasets' save_to_disk
+LOST = "lost+found"  # at the top of a file system, root's alone
 LONGEST_CARD = 4 << 20  # characters; most front matters have some hundreds
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -259,7 +260,10 @@ def _local(request: Request, name: str) -> Source:
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """All files, links to directories followed, each directory once. OSError for a directory that cannot be listed."""
+    """All files, links to directories followed, each directory once; hidden directories are left out.
+
+    OSError for a directory that cannot be listed.
+    """
 
     def refuse(error: OSError) -> None:  # os.walk leaves the directory out otherwise
         raise error
@@ -270,6 +274,7 @@ def _files_below(directory: Path) -> list[Path]:
             directories.clear()
             continue
         seen.add(real)
+        directories[:] = [name for name in directories if not name.startswith(".") and name != LOST]
         files += [Path(place, name) for name in names]
     return files
 

@@ -294,6 +294,10 @@ def test_a_directory_that_cannot_be_listed_is_not_left_out(tmp_path):
         place, above = os.open("d" * 250, os.O_RDONLY, dir_fd=place), place
         os.close(above)
     os.close(place)
+    for name in (".deep", "lost+found"):  # not looked into
+        (tmp_path / "deep").rename(tmp_path / "source" / name)
+        assert [source.path.name for source in parse_sources([str(tmp_path / "source")])] == ["a.fasta"]
+        (tmp_path / "source" / name).rename(tmp_path / "deep")
     (tmp_path / "deep").rename(tmp_path / "source/deep")
     with pytest.raises(UserError, match=r"--source .*source: .*File name too long: make it readable, or name what"):
         parse_sources([str(tmp_path / "source")])
