@@ -39,7 +39,7 @@ from extras.prepare.cluster_splits import (
 from extras.prepare.cluster_table import SCHEMA
 from extras.prepare.encode import usable_threads
 from extras.prepare.fetch import directory_sources
-from extras.prepare.output_directory import Build, building
+from extras.prepare.output_directory import Build, building, refuse_inputs
 from extras.prepare.sources.protein_records import RecordFlags, all_columns, read_records
 
 logger = logging.getLogger(__name__)
@@ -156,6 +156,7 @@ def write_table(args: Arguments, files: list[Path], records: int, build: Build) 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments, program="python -m extras.prepare.cluster_mmseqs")
     version = mmseqs_version()
+    refuse_inputs(Path(args.output_dir), {"--input_dir": args.input_dir})
     files = [source.path for source in directory_sources(args.input_dir, args.content)]
     all_columns(files, args)
     with building(Path(args.output_dir), ["table"], describe(args, files), args.overwrite, args.verify) as build:

@@ -121,7 +121,7 @@ def directory_sources(given: str, content: Content) -> list[Source]:
         return parse_sources([given], content=content, flag=flag)
     if files := csv_files(path):
         return [Source(str(file)) for file in files]
-    if not any(path.glob("[!.]*")):
+    if not any(name for name in os.listdir(path) if not name.startswith(".")):  # an OSError where glob finds nothing
         raise UserError(f"{flag} {given}: no files in it: run 0.download_data.py first")
     return parse_sources([given], content=content, flag=flag)
 

@@ -95,6 +95,9 @@ def test_a_stopped_run_goes_on_with_what_mmseqs_has_done(tmp_path, monkeypatch, 
 
 def test_what_cannot_work_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     write_csv(tmp_path / "csv")
+    with pytest.raises(UserError, match=r"--output_dir .*csv: --input_dir .*csv is in there: choose another"):
+        cluster(tmp_path, "csv")
+    assert [path.name for path in (tmp_path / "csv").iterdir()] == ["x000.csv"]
     with pytest.raises(UserError, match="--identity 2.0: above 0"):
         cluster(tmp_path, "clusters", "--identity", 2)
     with pytest.raises(UserError, match="createdb|--method cluster: mmseqs cluster ended with status"):
