@@ -184,10 +184,10 @@ def warn_of_copies(parts: dict[str, PreparedData]) -> None:
             command = f"python -m extras.prepare.overlap {held_out.directory} {trained.directory}"
             logger.info("  held-out proteins of %s in %s are not counted: %s", name, other, command)
             continue
-        for split, (copies, records) in copies_in_train(held_out.directory, trained.directory).items():
-            if copies:
-                counted = f"{copies:,} of {records:,} {split} proteins of {name}"
-                logger.warning("%s are trained on in %s: eval_%s counts them", counted, other, name)
+        copies, records = copies_in_train(held_out.directory, trained.directory).get("validation", (0, 0))
+        if copies:
+            counted = f"{copies:,} of {records:,} validation proteins of {name}"
+            logger.warning("%s are trained on in %s: eval_%s counts them", counted, other, name)
 
 
 def check_same_tokens(parts: dict[str, PreparedData]) -> None:
