@@ -26,11 +26,10 @@ import pyarrow.csv
 import pyarrow.feather
 import pyarrow.parquet as pq
 
-from benchmarks.data_pipeline import GUIDES, REAL_SAMPLE, SUBSET, in_a_process, make_input
+from benchmarks.data_pipeline import GUIDES, SUBSET, in_a_process, make_input, sample_of
 from benchmarks.measuring import ROOT, publish, say, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
-from extras.prepare.sample import write_sample
 from extras.prepare.sources.protein_records import RecordFlags, read_records
 
 FORMATS = ("fasta.gz", "csv", "tsv", "jsonl", "parquet", "feather", "plain.parquet")  # the last without clusters
@@ -181,10 +180,7 @@ def main() -> None:
     args = parse_arguments(__doc__, BenchmarkArguments)
     with tempfile.TemporaryDirectory(dir=args.work_dir) as directory:
         work = Path(directory)
-        sample = Path(args.fasta) if args.fasta else REAL_SAMPLE
-        if not args.fasta and not sample.exists():
-            sample = work / "sample.fasta.gz"
-            write_sample(sample, num_proteins=8000)
+        sample = sample_of(args.fasta, work)
         for name, records in (("full", args.records), ("few", FEW)):
             (work / name).mkdir()
             in_a_process(make_input, sample, records, work / f"{name}.fasta.gz")

@@ -23,12 +23,18 @@ from extras.prepare.splits import SPLITS
 def copies_in_train(held_out: Path, trained: Path) -> dict[str, tuple[int, int]]:
     """{held-out split: (records that `trained`'s train has too, records)} of two outputs of step 1."""
     hashes = {split: hashes_of(held_out, split) for split in SPLITS[1:] if (held_out / split).is_dir()}
-    found = {split: np.zeros(len(of_split), bool) for split, of_split in hashes.items()}
+    counts = count_in_train(hashes, trained)
+    return {split: (counts[split], len(of_split)) for split, of_split in hashes.items()}
+
+
+def count_in_train(hashes: dict[str, np.ndarray], trained: Path) -> dict[str, int]:
+    """How many of the records of each set (`hashes_of`) are in train of an output of step 1, which is read once."""
+    found = {name: np.zeros(len(of_set), bool) for name, of_set in hashes.items()}
     for batch in batches_of(trained, "train"):
         of_batch = hashes_in(batch)
-        for split, of_split in hashes.items():
-            found[split] |= np.isin(of_split, of_batch)
-    return {split: (int(of_split.sum()), len(of_split)) for split, of_split in found.items()}
+        for name, of_set in hashes.items():
+            found[name] |= np.isin(of_set, of_batch)
+    return {name: int(of_set.sum()) for name, of_set in found.items()}
 
 
 def hashes_of(directory: Path, split: str) -> np.ndarray:

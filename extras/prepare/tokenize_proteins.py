@@ -152,11 +152,7 @@ Ids = Callable[[], Iterator[pa.Array]]  # of all records, block by block
 
 
 def clusters_of(
-    args: TokenizeFlags,
-    files: list[Path],
-    build: Build,
-    ids: Callable[[], Iterator[pa.Array]],
-    encoded: list[EncodedFile],
+    args: TokenizeFlags, files: list[Path], build: Build, ids: Ids, encoded: list[EncodedFile]
 ) -> tuple[Callable[[Path], Joined], str] | None:
     """How to group the records by clusters, and where these come from; None to draw records one by one."""
     if args.cluster_table:

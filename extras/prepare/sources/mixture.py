@@ -12,7 +12,6 @@ the weights changed: whatever the number of ranks and workers.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -34,13 +33,13 @@ from common.data.training_data import PlannedData, PreparedData, check_eval_sets
 from common.distributed.world import Mesh, World
 from common.flags import with_flags
 from common.training.log_row import MEAN, Field, Shown, StepRecord
-from extras.prepare.overlap import copies_in_train
+from extras.prepare.overlap import count_in_train, hashes_of
 from extras.prepare.sources.find_files import Source
 from extras.prepare.sources.mixture_weights import Stages, check_exponent, parse_sources, stages_of
 from extras.prepare.sources.streamed_data import SAMPLE_RECORDS, HeldOutFiles, MemoryStore, find_source
 
 logger = logging.getLogger(__name__)
-COMPARED_TOKENS = 10**9  # of a source that is searched for copies at the start: some seconds
+COMPARED_RECORDS = 3_000_000  # of a source that is searched for copies at the start: some seconds
 
 
 class MixedOrder:
@@ -178,16 +177,20 @@ class MixedData(PlannedData):
 
 def warn_of_copies(parts: dict[str, PreparedData]) -> None:
     """Log how many held-out proteins of each source another source trains on, or how to count them where that takes
-    long."""
-    for (name, held_out), (other, trained) in itertools.permutations(parts.items(), 2):
-        if trained.plan.statistics().tokens > COMPARED_TOKENS:
-            command = f"python -m extras.prepare.overlap {held_out.directory} {trained.directory}"
-            logger.info("  held-out proteins of %s in %s are not counted: %s", name, other, command)
+    long. A source is read once, whatever the number of sources."""
+    directories = {name: part.directory for name, part in parts.items() if (part.directory / "validation").is_dir()}
+    hashes = {name: hashes_of(directory, "validation") for name, directory in directories.items()}
+    for other, trained in parts.items():
+        names = [name for name in hashes if name != other]
+        if len(trained.store) > COMPARED_RECORDS:
+            for name in names:
+                command = f"python -m extras.prepare.overlap {directories[name]} {trained.directory}"
+                logger.info("  held-out proteins of %s in %s are not counted: %s", name, other, command)
             continue
-        copies, records = copies_in_train(held_out.directory, trained.directory).get("validation", (0, 0))
-        if copies:
-            counted = f"{copies:,} of {records:,} validation proteins of {name}"
-            logger.warning("%s are trained on in %s: eval_%s counts them", counted, other, name)
+        for name, copies in count_in_train({name: hashes[name] for name in names}, trained.directory).items():
+            if copies:
+                counted = f"{copies:,} of {len(hashes[name]):,} validation proteins of {name}"
+                logger.warning("%s are trained on in %s: eval_%s counts them", counted, other, name)
 
 
 def check_same_tokens(parts: dict[str, PreparedData]) -> None:

@@ -328,7 +328,7 @@ def test_mixture_warns_of_held_out_proteins_that_another_source_trains_on(tmp_pa
         f"{expected['validation'][0]} of 30 validation proteins of one are trained on in other: eval_one counts them"
     )
     assert said in caplog.text
-    monkeypatch.setattr(mixture, "COMPARED_TOKENS", 100)
+    monkeypatch.setattr(mixture, "COMPARED_RECORDS", 10)
     with caplog.at_level("INFO"):
         warn_of_copies(parts)
     assert f"python -m extras.prepare.overlap {one} {other}" in caplog.text
