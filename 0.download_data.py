@@ -178,7 +178,6 @@ def read_shards(args: Arguments, found: Found) -> tuple[bool, Iterator[Lines]]:
 def write_shard(args: Arguments, shard: Shard) -> None:
     """The lines of the shard's sources, a file for each."""
     directory = shard.directory(Path(args.output_dir))
-    mine = {number: source for number, source in enumerate(args.sources) if shard.has(number)}
     with (
         building(directory, [LINES], describe_shard(args, shard), args.overwrite, args.verify) as build,
         download_directory(directory / ".download") as downloads,
@@ -186,7 +185,7 @@ def write_shard(args: Arguments, shard: Shard) -> None:
     ):
         if not build.paths:
             return
-        logger.info("Shard %d of %d: %d of %d sources", *shard, len(mine), len(args.sources))
+        mine = shard.own(args.sources)
         paths = dict(zip(mine, fetch(list(mine.values()), downloads), strict=True))
         here = [source.path for source in args.sources if not source.is_url]
         with_clusters = has_clusters(args, [*here, *paths.values()])

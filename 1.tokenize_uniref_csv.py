@@ -30,12 +30,11 @@ logger = logging.getLogger(__name__)
 
 def encode_part(args: TokenizeFlags, sources: list[Source], shard: Shard, downloads: Path) -> None:
     """--shard: only its own files are fetched."""
-    mine = {number: source for number, source in enumerate(sources) if shard.has(number)}
     made_from = describe_shard(args, sources, shard)
     with building(shard.directory(Path(args.output_dir)), [ENCODED], made_from, args.overwrite, args.verify) as build:
         if not build.paths:
             return
-        logger.info("Shard %d of %d: %d of %d files", *shard, len(mine), len(sources))
+        mine = shard.own(sources)
         files = fetch(list(mine.values()), downloads)
         all_columns(files, args)
         encode_shard(args, dict(zip(mine, files, strict=True)), build)

@@ -7,6 +7,7 @@ Their splits depend on the number of all records, so whoever merges draws them, 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +23,14 @@ from common.files.safe_files import sync, write_json_flushed
 from common.flags import Flags, flag
 from extras.prepare.dataset_writer import Piece, read_pieces
 from extras.prepare.encode import CLUSTERS, WHOLE, directory_name, in_order, split_pieces
+from extras.prepare.fetch import Source
 from extras.prepare.output_directory import Build, how_changed, read_record
 from extras.prepare.sources.records import Lines, hash_names
 
 ENCODED = "encoded"  # directory of a shard's pieces; the JSON file in it has what FileEncoder returned
 LINES = "lines"  # directory of a shard's lines, a file for each of its input files
 LINE_SCHEMA = pa.schema([("line", pa.large_binary())])
+logger = logging.getLogger(__name__)
 BLOCK = 1 << 20  # hashes of clusters read at a time
 
 
@@ -64,6 +67,14 @@ class Shard(NamedTuple):
 
     def directory(self, output_dir: Path) -> Path:
         return output_dir / "shards" / f"{self.index}-of-{self.count}"
+
+    def own(self, sources: list[Source]) -> dict[int, Source]:
+        """Its sources, by their numbers among all; logs how many."""
+        mine = {number: source for number, source in enumerate(sources) if self.has(number)}
+        logger.info("Shard %d of %d: %d of %d files", *self, len(mine), len(sources))
+        if not mine:
+            logger.warning("%d files in %d shards: this one is empty; fewer do as well", len(sources), self.count)
+        return mine
 
     def has(self, number: int) -> bool:
         """Whether an input file is in it."""

@@ -231,6 +231,13 @@ def test_merge_refuses_a_shard_with_a_damaged_file_which_the_shard_makes_again(t
     call(TOKENIZE, *out, "--merge", 1)
 
 
+def test_more_shards_than_files_are_said(source, tmp_path, caplog):
+    for index, is_empty in ((4, False), (5, True)):
+        caplog.clear()
+        step_1(source, tmp_path / "out", "--shard", f"{index}/6")
+        assert (f"{FILES} files in 6 shards: this one is empty; fewer do as well" in caplog.text) == is_empty
+
+
 @pytest.mark.parametrize("given", ["3/3", "a/3", "-1/3", "0", "0/0", "1/2/3"])
 def test_shard_is_i_of_n(source, tmp_path, given):
     with pytest.raises(UserError, match=f"--shard {re.escape(given)}: give I/N"):
