@@ -22,6 +22,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TYPED = [page for page in PAGES if blocks(page.read_text(), "bash")]
 # A block without a language is no command: a picture, a log, a list of names.
 PROGRAMS = "python3?|torchrun|docker|kubectl|sbatch|helm|pip|hf|mmseqs|source|export"
+EMPTY_SHARD = "this one is empty; fewer do as well"
 COMMAND = re.compile(rf"^\s*([A-Z_]+=\S+ )?((\./|slurm/|kubernetes/)\w+\.sh|({PROGRAMS})\b)")
 
 
@@ -60,8 +61,8 @@ def test_commands_run_in_order(page, checkout):
             command = command.replace("finetune.py", "finetune.py --full")
         done = sh(smallest(command), checkout)
         assert done.returncode == 0, f"{block}\n{done.stderr[-2000:]}"
-        # A model of two steps knows no positions, and score.py says so.
-        assert [line for line in alarming(done) if SAYS_NOTHING not in line] == []
+        # A model of two steps knows no positions, and score.py says so; the one small file fills no three shards.
+        assert [line for line in alarming(done) if SAYS_NOTHING not in line and EMPTY_SHARD not in line] == []
 
 
 def test_notebook_runs(checkout):
