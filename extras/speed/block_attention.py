@@ -2,14 +2,21 @@
 
 A block gives its own result with its lse (log-sum-exp of the scores), `merge_blocks` combines two results, and the
 backward pass of a block takes the output and lse over all blocks. Sums are fp32 (float64 for float64).
+
+Block-causal attention over sets of sequences (extras.families.sets) has its keys in blocks, too, by halving: each
+sequence itself, then of every 2 w sequences of a set the second w attend to the first w, for w = 1, 2, 4, ...: for n
+sequences 1 + ceil(log2(n)) calls, of exactly the pairs that are needed.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.compat import cuda_flash_backward, cuda_flash_forward
@@ -33,6 +40,102 @@ class Bounds:
     @property
     def longest(self) -> int:
         return max((b - a for a, b in zip(self.host, self.host[1:], strict=False)), default=0)
+
+
+@dataclass(frozen=True)
+class AttendedBlock:
+    """What of a block of keys this rank's queries attend to, and which of them: rows and columns are indices of
+    queries and keys, None for all. causal: of `attend_block`."""
+
+    queries: Bounds
+    keys: Bounds
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    causal: bool = False
+
+
+def block_causal(sets: Tensor, queries: Bounds, keys: Bounds) -> list[AttendedBlock]:
+    """What the queries of sequences attend to: the keys of their own sequence, and of those before it in their set.
+
+    sets: boundaries of the sets in sequences, int64 [S + 1] on the host; queries, keys: of the same sequences, a part
+    of each perhaps. The first block has all queries.
+    """
+    (query_ends, key_ends), device = (torch.tensor(x.host) for x in (queries, keys)), queries.device.device
+    blocks, width, bounds = [AttendedBlock(queries, keys)], 1, sets.tolist()
+    while halves := [
+        (first, first + width, min(first + 2 * width, end))
+        for begin, end in pairwise(bounds)
+        for first in range(begin, end - width, 2 * width)
+    ]:
+        first, middle, end = torch.tensor(halves).t()
+        begins = query_ends[middle], key_ends[first]
+        counts = query_ends[end] - query_ends[middle], key_ends[middle] - key_ends[first]
+        rows, columns = (runs(*x).to(device, non_blocking=True) for x in zip(begins, counts, strict=True))
+        of_queries, of_keys = Bounds.make(F.pad(torch.stack(counts).cumsum(1), (1, 0)), device)
+        blocks.append(AttendedBlock(of_queries, of_keys, rows, columns))
+        width *= 2
+    return blocks
+
+
+def runs(begins: Tensor, counts: Tensor) -> Tensor:
+    """Runs of consecutive indices, end to end: run n has counts[n] of them, the first of which is begins[n]."""
+    shift = torch.repeat_interleave(begins - (counts.cumsum(0) - counts), counts)
+    return torch.arange(len(shift)) + shift
+
+
+def attend_all(q: Tensor, parts: Iterable[tuple[Tensor, Tensor, AttendedBlock]]) -> tuple[Tensor, Tensor]:
+    """out [T, H, D] in q's dtype, lse [T, H]. parts: (keys, values, what is attended to of them); in the first every
+    query has a key."""
+    results = (
+        (
+            *attend_block(
+                taken(q, of.rows), taken(k, of.columns), taken(v, of.columns), of.queries, of.keys, of.causal
+            ),
+            of,
+        )
+        for k, v, of in parts
+    )
+    out, lse, _ = next(results)
+    for other, other_lse, of in results:
+        merged = merge_blocks(taken(out, of.rows), taken(lse, of.rows), other, other_lse)
+        if of.rows is None:
+            out, lse = merged
+        else:
+            out, lse = (x.index_copy_(0, of.rows, y) for x, y in zip((out, lse), merged, strict=True))
+    return out.to(q.dtype), lse
+
+
+def gradients_of_all(
+    saved: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor, blocks: Iterable[AttendedBlock]
+) -> tuple[Tensor, ...]:
+    """fp32: what these blocks, all of the same keys, add to the gradient of q [T, H, D], and the gradients of k and v.
+    saved: grad, q, out and lse, the last two over all keys."""
+    totals: tuple[Tensor, ...] = ()
+    for of in blocks:
+        grad, q, out, lse = (taken(x, of.rows) for x in saved)
+        keys, values = taken(k, of.columns), taken(v, of.columns)
+        parts = block_gradients(grad, q, keys, values, out, lse, of.queries, of.keys, of.causal)
+        indices = of.rows, of.columns, of.columns
+        if totals:
+            totals = tuple(map(_add, totals, parts, indices))
+        else:
+            totals = tuple(map(placed, parts, indices, (len(saved[1]), len(k), len(v))))
+    return totals
+
+
+def _add(total: Tensor, part: Tensor, index: Tensor | None) -> Tensor:
+    return total.add_(part) if index is None else total.index_add_(0, index, part)
+
+
+def placed(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
+    """[R, ...] -> [rows, ...]: x at the rows of an index, None for the first ones, and 0 elsewhere."""
+    if index is not None:
+        return x.new_zeros(rows, *x.shape[1:]).index_copy(0, index, x)
+    return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+
+
+def taken(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x[index]
 
 
 def attend_block(

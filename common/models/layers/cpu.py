@@ -293,9 +293,9 @@ def _attention(
     tokens, heads, dim = len(qkv), qkv.shape[1] - 2 * kv_heads, qkv.shape[-1]
     rotated, out = qkv.new_empty(qkv.shape), qkv.new_empty(tokens, heads, dim)
     lse = qkv.new_empty(tokens, heads, dtype=torch.float32)
-    factors = _rotation_factors(cos, sin, kv_heads)
+    factors = rotation_factors(cos, sin, kv_heads)
     for span in _spans(cu_seqlens):
-        _rotate(qkv[span], rotated[span], kv_heads, *(f[span] for f in factors))
+        rotate(qkv[span], rotated[span], kv_heads, *(f[span] for f in factors))
         with torch.autocast("cpu", enabled=False):  # which would turn the fp32 matmuls of the scores into bf16 ones
             out[span], lse[span] = flash(*split_heads(rotated[span].float(), kv_heads), causal=kv_heads > 0)
     return out.flatten(1), rotated, lse
@@ -320,14 +320,14 @@ def _attention_backward(
     kv_heads: int,
 ) -> Tensor:
     grads, by_head = rotated.new_empty(rotated.shape), (*lse.shape, rotated.shape[-1])
-    factors = _rotation_factors(cos, -sin, kv_heads)
+    factors = rotation_factors(cos, -sin, kv_heads)
     for span in _spans(cu_seqlens):
         grad_out, attended = (x.view(by_head)[span].float() for x in (grad, out))
         q, k, v = split_heads(rotated[span].float(), kv_heads)
         with torch.autocast("cpu", enabled=False):
             parts = flash_backward(grad_out, q, k, v, attended, lse[span], causal=kv_heads > 0)
         together = torch.cat(parts, dim=1) if kv_heads else torch.stack(parts, dim=2)
-        _rotate(together, grads[span], kv_heads, *(f[span] for f in factors))
+        rotate(together, grads[span], kv_heads, *(f[span] for f in factors))
     return grads
 
 
@@ -378,8 +378,8 @@ def split_heads(qkv: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
     return qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
 
 
-def _rotation_factors(cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """What `_rotate` multiplies heads by, themselves and with their halves swapped: [T, 1, D] or [T, 1, 3, D]."""
+def rotation_factors(cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """What `rotate` multiplies heads by, themselves and with their halves swapped: [T, 1, D] or [T, 1, 3, D]."""
     direct, crossed = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
     if kv_heads:
         return direct, crossed
@@ -388,7 +388,7 @@ def _rotation_factors(cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, 
     return direct, torch.stack((crossed, crossed, torch.zeros_like(crossed)), 2)
 
 
-def _rotate(qkv: Tensor, out: Tensor, kv_heads: int, direct: Tensor, crossed: Tensor) -> None:
+def rotate(qkv: Tensor, out: Tensor, kv_heads: int, direct: Tensor, crossed: Tensor) -> None:
     """Write qkv to `out`, queries and keys rotated in fp32."""
     if kv_heads:
         rotated = qkv.shape[1] - kv_heads

@@ -19,7 +19,7 @@ MODES = ("none", "selective", "full")
 # `selective` saves the results of matmuls and fused attention; norms, GELU, rotary and the like are recomputed.
 _SAVED = (
     *("aten::mm", "aten::addmm", "aten::_scaled_mm_v2", "mkldnn::_linear_pointwise", "cpu::matmul", "cpu::attention"),
-    *("esm2::context_attention", "esm2::matmul_gelu", "decoders::grouped_linear"),
+    *("esm2::context_attention", "sets::attention", "esm2::matmul_gelu", "decoders::grouped_linear"),
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     "torch_attn::_varlen_attn",
