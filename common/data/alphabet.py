@@ -15,16 +15,34 @@ class Alphabet(TokenSet):
     """A TokenSet that encodes text.
 
     letters: the tokens; those in the range `residues` are one letter each. begin, end: ids of what stands around a
-    sequence. prepared: the alphabet in which prepared data are stored, None for this one.
+    sequence; after_begin, before_end: more of them, inside those. prepared: the alphabet in which prepared data are
+    stored, None for this one.
     """
 
     letters: tuple[str, ...]
     begin: int
     end: int
+    after_begin: tuple[int, ...] = ()
+    before_end: tuple[int, ...] = ()
     prepared: Alphabet | None = None
 
     def __str__(self) -> str:
         return " ".join(self.letters)
+
+    @property
+    def head(self) -> tuple[int, ...]:
+        """The tokens before the first residue."""
+        return self.begin, *self.after_begin
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """The tokens after the last residue."""
+        return *self.before_end, self.end
+
+    @property
+    def num_special(self) -> int:
+        """Tokens of a sequence that are no residues."""
+        return len(self.head) + len(self.tail)
 
     @cached_property
     def byte_to_id(self) -> np.ndarray:
@@ -54,24 +72,26 @@ class Alphabet(TokenSet):
         return ids if self.prepared is None else self.stored_to_id[ids]
 
     def encode(self, sequence: str | bytes) -> np.ndarray:
-        """A sequence between `begin` and `end` as uint8 ids, shape [len(sequence) + 2]."""
+        """A sequence between `head` and `tail` as uint8 ids, shape [len(sequence) + num_special]."""
         raw = sequence.encode("latin-1", "replace") if isinstance(sequence, str) else sequence
         ids = self.byte_to_id[np.frombuffer(raw, np.uint8)]
-        return np.concatenate(([self.begin], ids, [self.end])).astype(np.uint8)
+        return np.concatenate((self.head, ids, self.tail)).astype(np.uint8)
 
     def encode_many(self, characters: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Encode many sequences at once, without a Python loop.
 
         characters: uint8 [C], the sequences' bytes end to end; offsets: int [N + 1], where each begins.
-        Returns ids uint8 [C + 2 N] (each between `begin` and `end`) and their offsets int64 [N + 1].
+        Returns ids uint8 [C + num_special * N] (each between `head` and `tail`) and their offsets int64 [N + 1].
         """
         offsets = np.asarray(offsets, dtype=np.int64)
         characters = characters[offsets[0] : offsets[-1]]
         offsets = offsets - offsets[0]
-        out_offsets = offsets + 2 * np.arange(len(offsets))
+        out_offsets = offsets + self.num_special * np.arange(len(offsets))
         ids = np.empty(out_offsets[-1], dtype=np.uint8)
         is_residue = np.ones(len(ids), dtype=bool)
-        for positions, token in ((out_offsets[:-1], self.begin), (out_offsets[1:] - 1, self.end)):
+        places = [(out_offsets[:-1] + n, token) for n, token in enumerate(self.head)]
+        places += [(out_offsets[1:] - len(self.tail) + n, token) for n, token in enumerate(self.tail)]
+        for positions, token in places:
             ids[positions] = token
             is_residue[positions] = False
         ids[is_residue] = self.byte_to_id[characters]

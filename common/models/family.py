@@ -61,6 +61,7 @@ class Family(ABC):
     """
 
     task = "mlm"  # or "clm": what trains it
+    reads_sets = False  # whether sequences may attend to others of their set (extras.families.sets)
     alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
 
     tokens: TokenSet  # ids for reading and masking; an Alphabet also for proteins as text: files, embed.py, ... (mlm)
