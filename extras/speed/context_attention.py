@@ -11,6 +11,8 @@ A decoder's attention is causal, with the layout `dual_chunk`: of another rank's
 attend to the first chunk, or those of the second chunk to both. Either is half of the block, without a mask inside it:
 all ranks have as much work in every turn of the ring. Only a rank's own block has a mask.
 
+With sets of sequences (extras.families.sets) attention is block-causal: of each rank's block, too.
+
 In a compiled layer all of it is one operator, which takes tensors in place of a `CpLayout`: the layer is one graph.
 """
 
@@ -31,7 +33,15 @@ from common.compat import resolve_process_group
 from common.models.layers import cpu
 from common.models.layers.attention import rotate
 from common.models.layers.compiling import OPERATORS
-from extras.speed.block_attention import Bounds, attend_block, block_gradients, merge_blocks
+from extras.speed.block_attention import (
+    AttendedBlock,
+    Bounds,
+    attend_all,
+    block_causal,
+    gradients_of_all,
+    placed,
+    runs,
+)
 from extras.speed.context_parallel import ContextGroup, SendReceive
 
 OPERATORS.append(sys.modules[__name__])
@@ -39,18 +49,6 @@ OPERATORS.append(sys.modules[__name__])
 # By their newer names, where torch (2.13) has them: it warns of the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class AttendedBlock:
-    """What of a block of keys this rank's queries attend to, and which of them: rows and columns are indices of
-    queries and keys, None for all. causal: of `attend_block`."""
-
-    queries: Bounds
-    keys: Bounds
-    rows: Tensor | None = None
-    columns: Tensor | None = None
-    causal: bool = False
 
 
 class CpLayout:
@@ -61,9 +59,18 @@ class CpLayout:
     counts and copies to the device is not repeated in each layer.
     """
 
-    def __init__(self, real: Tensor, bounds: Tensor, device: torch.device, context: ContextGroup):
-        """real, bounds: of the `CpPack`."""
+    def __init__(
+        self,
+        real: Tensor,
+        bounds: Tensor,
+        device: torch.device,
+        context: ContextGroup,
+        sets: Tensor | None = None,
+    ):
+        """real, bounds: of the `CpPack`; sets: boundaries of sets in sequences, int64 [S + 1] on the host, None if
+        each sequence is alone."""
         self.real, self.bounds, self.context = real, bounds, context
+        self.sets = torch.arange(bounds.shape[1]) if sets is None else sets
         self.names = context.group.group_name, context.comm_type
         self._device = device
         self._ends = F.pad(real.cumsum(1), (1, 0))  # [cp, B + 1]
@@ -80,7 +87,7 @@ class CpLayout:
         whole sequence. Returns [T, H * D]; 0 where a token is padding, which gets no attention and no gradient.
         """
         if torch.compiler.is_compiling():
-            return operator(qkv, cos, sin, self.real, self.bounds, *self.names, kv_heads)[0]
+            return operator(qkv, cos, sin, self.real, self.bounds, self.sets, *self.names, kv_heads)[0]
         with torch.autocast(qkv.device.type, enabled=False):
             out = _ContextAttention.apply(*_rotated(qkv, cos, sin, self, kv_heads), self, kv_heads > 0)
         return scatter(out, self, len(qkv)).flatten(1)
@@ -89,13 +96,12 @@ class CpLayout:
         """x [T, ...] of this rank's tokens, 0 where a token is padding."""
         return scatter(x[self.own], self, len(x))
 
-    def matches(self, real: Tensor, bounds: Tensor, device: torch.device) -> bool:
-        return self._device == device and torch.equal(self.real, real) and torch.equal(self.bounds, bounds)
+    def matches(self, real: Tensor, bounds: Tensor, sets: Tensor, device: torch.device) -> bool:
+        pairs = (self.real, real), (self.bounds, bounds), (self.sets, sets)
+        return self._device == device and all(torch.equal(*pair) for pair in pairs)
 
     def _indices(self, begins: Tensor, counts: Tensor) -> Tensor:
-        """Runs of consecutive indices, end to end: run n has counts[n] of them, the first of which is begins[n]."""
-        shift = torch.repeat_interleave(begins - (counts.cumsum(0) - counts), counts)
-        return (torch.arange(len(shift)) + shift).to(self._device, non_blocking=True)
+        return runs(begins, counts).to(self._device, non_blocking=True)
 
     @property
     def queries(self) -> Bounds:
@@ -112,9 +118,18 @@ class CpLayout:
         begins = self._ends[:, :-1] + self.rows * torch.arange(len(self._ends))[:, None]
         return self._indices(begins.t().flatten(), self.real.t().flatten())
 
-    def attended_block(self, rank: int, causal: bool) -> AttendedBlock:
+    def attended_blocks(self, rank: int, causal: bool) -> list[AttendedBlock]:
         """What this rank's queries attend to of a rank's block."""
-        return self._attended_causally[rank] if causal else AttendedBlock(self.queries, self.parts[rank])
+        return [self._attended_causally[rank]] if causal else self._attended[rank]
+
+    @cached_property
+    def _attended(self) -> list[list[AttendedBlock]]:
+        return [block_causal(self.sets, self.queries, part) for part in self.parts]
+
+    @cached_property
+    def attended_of_all(self) -> list[AttendedBlock]:
+        """What this rank's queries attend to of all ranks' keys together, if not causal."""
+        return block_causal(self.sets, self.queries, self.all_parts)
 
     @cached_property
     def _attended_causally(self) -> list[AttendedBlock]:
@@ -140,7 +155,7 @@ class CpLayout:
 
     def block(self, kv: Tensor) -> Tensor:
         """[R, ...] padded to `rows`."""
-        return _placed(kv, None, self.rows)
+        return placed(kv, None, self.rows)
 
     def part(self, block: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a rank's block [rows, 2, H, D], without the padding."""
@@ -148,13 +163,18 @@ class CpLayout:
         return keys, values
 
 
-_latest: list[CpLayout] = []  # at most one: it is the same for all layers
+_latest: list[CpLayout] = []  # at most two: layers have the same, or those that read sets another than the rest
 
 
-def layout_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, comm_type: str) -> CpLayout:
-    """The `CpLayout` of a pack, the last call's if it matches. group: a process group's name."""
-    if not _latest or _latest[0].names != (group, comm_type) or not _latest[0].matches(real, bounds, device):
-        _latest[:] = [CpLayout(real, bounds, device, ContextGroup(resolve_process_group(group), comm_type))]
+def layout_of(
+    real: Tensor, bounds: Tensor, sets: Tensor, device: torch.device, group: str, comm_type: str
+) -> CpLayout:
+    """The `CpLayout` of a pack, an earlier call's if it matches. group: a process group's name."""
+    for layout in _latest:
+        if layout.names == (group, comm_type) and layout.matches(real, bounds, sets, device):
+            return layout
+    context = ContextGroup(resolve_process_group(group), comm_type)
+    _latest[:] = [CpLayout(real, bounds, device, context, sets), *_latest[:1]]
     return _latest[0]
 
 
@@ -168,18 +188,7 @@ def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout, kv_heads: 
 
 def scatter(x: Tensor, layout: CpLayout, tokens: int) -> Tensor:
     """[R, ...] of the real tokens -> [T, ...], 0 where a token is padding."""
-    return _placed(x, layout.own, tokens)
-
-
-def _placed(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
-    """[R, ...] -> [rows, ...]: x at the rows of an index, None for the first ones, and 0 elsewhere."""
-    if index is not None:
-        return x.new_zeros(rows, *x.shape[1:]).index_copy(0, index, x)
-    return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
-
-
-def _taken(x: Tensor, index: Tensor | None) -> Tensor:
-    return x if index is None else x[index]
+    return placed(x, layout.own, tokens)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -202,33 +211,20 @@ def attend_blocks(
     q: Tensor, blocks: Iterable[tuple[int, Tensor]], layout: CpLayout, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """out [R, H, D] in q's dtype, lse [R, H]. blocks: (rank, its block), this rank's own first."""
-
-    def attend(rank: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        attended = layout.attended_block(rank, causal)
-        keys, values = (_taken(x, attended.columns) for x in layout.part(block, rank))
-        queries = _taken(q, attended.rows)
-        return *attend_block(queries, keys, values, attended.queries, attended.keys, attended.causal), attended.rows
-
-    parts = (attend(rank, block) for rank, block in blocks)
-    out, lse, _ = next(parts)
-    for other, other_lse, rows in parts:
-        merged = merge_blocks(_taken(out, rows), _taken(lse, rows), other, other_lse)
-        out, lse = (
-            merged if rows is None else (x.index_copy(0, rows, y) for x, y in zip((out, lse), merged, strict=True))
-        )
-    return out.to(q.dtype), lse
+    parts = (
+        (*layout.part(block, rank), attended)
+        for rank, block in blocks
+        for attended in layout.attended_blocks(rank, causal)
+    )
+    return attend_all(q, parts)
 
 
 def gradients_of_block(
     saved: tuple[Tensor, Tensor, Tensor, Tensor], rank: int, block: Tensor, layout: CpLayout, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """fp32: a block's part of the gradient of q [R, H, D], and that of the block. saved: grad, q, out and lse."""
-    attended = layout.attended_block(rank, causal)
-    grad, q, out, lse = (_taken(x, attended.rows) for x in saved)
-    keys, values = (_taken(x, attended.columns) for x in layout.part(block, rank))
-    bounds = attended.queries, attended.keys, attended.causal
-    dq, dk, dv = block_gradients(grad, q, keys, values, out, lse, *bounds)
-    return _placed(dq, attended.rows, len(saved[1])), _placed(torch.stack((dk, dv), 1), attended.columns, layout.rows)
+    dq, dk, dv = gradients_of_all(saved, *layout.part(block, rank), layout.attended_blocks(rank, causal))
+    return dq, placed(torch.stack((dk, dv), 1), None, layout.rows)
 
 
 def _ring_forward(q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> tuple[Tensor, Tensor]:
@@ -256,8 +252,8 @@ def _gathered_forward(q: Tensor, kv: Tensor, layout: CpLayout, causal: bool) -> 
     gathered = _gather(kv, layout)
     if causal:
         return attend_blocks(q, _own_first(gathered, layout), layout, causal)
-    out, lse = attend_block(q, *_all_keys(gathered, layout), layout.queries, layout.all_parts)
-    return out.to(q.dtype), lse
+    keys, values = _all_keys(gathered, layout)
+    return attend_all(q, ((keys, values, attended) for attended in layout.attended_of_all))
 
 
 def _gathered_backward(
@@ -271,8 +267,8 @@ def _gathered_backward(
             dq, by_rank[rank] = gradients_of_block((grad, q, out, lse), rank, block, layout, causal)
             grads_q += dq
     else:
-        bounds = layout.queries, layout.all_parts
-        grads_q, dk, dv = block_gradients(grad, q, *_all_keys(gathered, layout), out, lse, *bounds)
+        saved = grad, q, out, lse
+        grads_q, dk, dv = gradients_of_all(saved, *_all_keys(gathered, layout), layout.attended_of_all)
         by_rank.flatten(0, 1).index_copy_(0, layout.gathered_rows, torch.stack((dk, dv), 1))
     own = torch.empty_like(by_rank[0])
     reduce_scatter(own, by_rank.flatten(0, 1), group=layout.context.group)
@@ -295,18 +291,26 @@ COMM_TYPES = {
 
 @torch.library.custom_op("esm2::context_attention", mutates_args=())
 def operator(
-    qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, comm_type: str, kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    real: Tensor,
+    bounds: Tensor,
+    sets: Tensor,
+    group: str,
+    comm_type: str,
+    kv_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's tokens to their whole sequences: out [T, H * D] and, for the backward pass, lse [T, H].
     Both are 0 where a token is padding."""
-    layout = layout_of(real, bounds, qkv.device, group, comm_type)
+    layout = layout_of(real, bounds, sets, qkv.device, group, comm_type)
     with torch.autocast(qkv.device.type, enabled=False):
         out, lse = COMM_TYPES[comm_type].forward(*_rotated(qkv, cos, sin, layout, kv_heads), layout, kv_heads > 0)
     return scatter(out, layout, len(qkv)).flatten(1), scatter(lse, layout, len(qkv))
 
 
 @operator.register_fake
-def _(qkv, cos, sin, real, bounds, group, comm_type, kv_heads) -> tuple[Tensor, Tensor]:
+def _(qkv, cos, sin, real, bounds, sets, group, comm_type, kv_heads) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[-1]
     lse = qkv.new_empty(tokens, heads, dtype=torch.promote_types(qkv.dtype, torch.float32))
     return qkv.new_empty(tokens, heads * dim), lse
@@ -320,13 +324,14 @@ def _backward_operator(
     sin: Tensor,
     real: Tensor,
     bounds: Tensor,
+    sets: Tensor,
     out: Tensor,
     lse: Tensor,
     group: str,
     comm_type: str,
     kv_heads: int,
 ) -> Tensor:
-    layout = layout_of(real, bounds, qkv.device, group, comm_type)
+    layout = layout_of(real, bounds, sets, qkv.device, group, comm_type)
     own = layout.own
     with torch.autocast(qkv.device.type, enabled=False):
         grad, out = (x.view(len(qkv), lse.shape[1], -1)[own] for x in (grad, out))
@@ -339,7 +344,7 @@ def _backward_operator(
 
 
 @_backward_operator.register_fake
-def _(grad, qkv, cos, sin, real, bounds, out, lse, group, comm_type, kv_heads) -> Tensor:
+def _(grad, qkv, cos, sin, real, bounds, sets, out, lse, group, comm_type, kv_heads) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
@@ -350,7 +355,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad: Tensor, *_):
     grads = _backward_operator(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.comm_type, ctx.kv_heads)
-    return grads, None, None, None, None, None, None, None
+    return grads, *(None,) * 8
 
 
 operator.register_autograd(_differentiate, setup_context=_save)

@@ -136,7 +136,7 @@ def hold_operator(context: ContextGroup, batch: dict) -> None:
     layout, results = CpLayout(shared.real, shared.bounds, CPU, context), []
     for attend in (
         lambda x: layout.attention(x, *tables, kv_heads=2),
-        lambda x: operator(x, *tables, shared.real, shared.bounds, *layout.names, 2)[0],
+        lambda x: operator(x, *tables, shared.real, shared.bounds, layout.sets, *layout.names, 2)[0],
     ):
         x = qkv.clone().requires_grad_()
         out = attend(x)

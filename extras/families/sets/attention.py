@@ -6,8 +6,8 @@ Nowhere is there a mask, and memory is linear in the number of tokens.
   sequence's end. Sequences that follow each other in the kernel share keys: their gradients add up.
 - Anything else (CUDA, float64): extras.speed.block_attention, in blocks by halving.
 
-A pack comes as a table, int64 [2, N + 1] on the host. Row 0: boundaries of its N sequences in tokens. Row 1: boundaries
-of its sets in sequences; the rest of the row repeats N.
+A pack comes as a table, int64 [2, N + 1] on the host. Row 0: boundaries of its N sequences in tokens. Row 1:
+boundaries of its sets in sequences; the rest of the row repeats N.
 """
 
 from __future__ import annotations
