@@ -50,6 +50,7 @@ def families() -> dict[str, FamilyLine]:
         **dict.fromkeys(("llama", "mistral", "mixtral"), FamilyLine("extras.families.decoders.family")),
         "esmc": FamilyLine("extras.families.esmc.family", "biohub/ESMC-*-hf", "ESM C, the 300M if not named"),
         "amplify": FamilyLine("extras.families.amplify.family", "chandar-lab/AMPLIFY_*", "AMPLIFY, the 120M"),
+        "e1": FamilyLine("extras.families.e1.family", "Profluent-Bio/E1-*", "E1, which reads homologs, the 150M"),
     }
 
 

@@ -95,11 +95,12 @@ class Family(ABC):
         return self.adapter.model(config)
 
     @abstractmethod
-    def flops(self, config: Any, tokens: int, squared_lengths: int, targets: int) -> float:
+    def flops(self, config: Any, tokens: int, squared_lengths: int, targets: int, set_pairs: int = 0) -> float:
         """Floating-point operations of a training step: matmuls only, the backward pass twice the forward pass.
 
         Linears cost 2 per weight and token; attention 4 x hidden per pair of tokens of the same sequence: hence the
-        sum of squared lengths.
+        sum of squared lengths. set_pairs: pairs of query and key where sequences attend to earlier ones of their set;
+        0: every sequence is a set of its own.
         """
 
     def from_transformers(self, model: Any) -> tuple[Any, Pieces]:

@@ -222,7 +222,7 @@ class Esm2(EncoderFamily):
 
         return ADAPTER
 
-    def flops(self, config: Esm2Config, tokens: int, squared_lengths: int, targets: int) -> float:
+    def flops(self, config: Esm2Config, tokens: int, squared_lengths: int, targets: int, set_pairs: int = 0) -> float:
         """The LM head runs on the masked positions only."""
         hidden, ffn = config.hidden_size, config.intermediate_size
         per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 2 * hidden * ffn)

@@ -167,11 +167,15 @@ class Esm2ForMaskedLM(Model):
         mask_ratio: float = TRAIN_MASK_RATIO,
         output_hidden: bool = False,
         cp_pack: Any = None,
+        sets: Tensor | None = None,
+        context: Any = None,
     ) -> Esm2Output:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
 
         cp_pack: with context parallelism, how ranks share the pack's sequences (extras.speed.context_parallel.CpPack);
         `input_ids`, `labels` and all results are then of this rank's tokens.
+
+        sets, context: of a family that reads sets of sequences (extras.families.sets.encoder).
 
         labels: of the shape of `input_ids`, -100 where nothing is predicted; the LM head runs on the labelled
         positions only. predicted: those positions (`predicted_positions`), without which the model synchronises with
@@ -198,7 +202,9 @@ class Esm2ForMaskedLM(Model):
             ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + ends))
         embedded = self.embeddings(input_ids, cu_seqlens, cp_pack, mask_ratio)
-        hidden = self.encoder(embedded, cu_seqlens, max_seqlen, cp_pack)[:tokens]
+        assert self.reads_sets or (sets is None and context is None), "this family reads no sets"
+        more = {"sets": sets, "context": context} if self.reads_sets else {}
+        hidden = self.encoder(embedded, cu_seqlens, max_seqlen, cp_pack, **more)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:
             if predicted is None:

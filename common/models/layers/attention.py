@@ -25,9 +25,9 @@ def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> Te
     return positions.float()[:, None] * (1.0 / base**exponents)
 
 
-def rotary_tables(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines of those angles."""
-    angles = rotary_angles(positions, head_dim)
+    angles = rotary_angles(positions, head_dim, base)
     return angles.cos(), angles.sin()
 
 

@@ -21,7 +21,9 @@ class Amplify(EncoderFamily):
     def load_config(self, name: str) -> AmplifyConfig:
         return load_config(name)
 
-    def flops(self, config: AmplifyConfig, tokens: int, squared_lengths: int, targets: int) -> float:
+    def flops(
+        self, config: AmplifyConfig, tokens: int, squared_lengths: int, targets: int, set_pairs: int = 0
+    ) -> float:
         """The decoder runs on the masked positions only."""
         head = config.hidden_size * ALPHABET.vocab_size
         return swiglu_flops(config, config.ffn_size, head, tokens, squared_lengths, targets)

@@ -66,7 +66,9 @@ class Decoders(BackendFamily):
         if config.num_local_experts:
             check_experts(config, args.precision)
 
-    def flops(self, config: DecoderConfig, tokens: int, squared_lengths: int, targets: int) -> float:
+    def flops(
+        self, config: DecoderConfig, tokens: int, squared_lengths: int, targets: int, set_pairs: int = 0
+    ) -> float:
         """Floating-point operations of a training step: of Mixtral the experts that a token is routed to, of attention
         the half that a causal mask leaves."""
         hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim

@@ -30,7 +30,7 @@ class Esmc(EncoderFamily):
     def load_config(self, name: str) -> EsmcConfig:
         return load_config(name)
 
-    def flops(self, config: EsmcConfig, tokens: int, squared_lengths: int, targets: int) -> float:
+    def flops(self, config: EsmcConfig, tokens: int, squared_lengths: int, targets: int, set_pairs: int = 0) -> float:
         """The LM head runs on the masked positions only."""
         hidden, ffn = config.hidden_size, config.intermediate_size
         head = hidden * hidden + hidden * config.vocab_size

@@ -111,7 +111,7 @@ class Toy(Family):
             read = partial(self.adapter.read, given, config)
         return ModelSpec(config, "torch", "the only one", "", (), partial(self.make, config), read)
 
-    def flops(self, config: ToyConfig, tokens: int, squared_lengths: int, targets: int) -> float:
+    def flops(self, config: ToyConfig, tokens: int, squared_lengths: int, targets: int, set_pairs: int = 0) -> float:
         return 3.0 * 2 * tokens * config.hidden_size * (config.hidden_size + config.vocab_size)
 
 

@@ -1,0 +1,21 @@
+"""Families whose sequences attend to earlier ones of their set: what they have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.cli import UserError
+from common.distributed.world import World
+from common.models.esm2.family import EncoderFamily, ModelFlags
+
+
+class SetFamily(EncoderFamily):
+    reads_sets = True
+
+    def check_flags(self, flags: ModelFlags) -> None:
+        super().check_flags(flags)
+        if flags.backend == "te":
+            raise UserError(f"--backend te: {self.title} has torch layers only: choose auto or torch")
+
+    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> Any:
+        return super().choose(args, world, (*torch_only, f"attention over sets of {self.title}"), previous)
