@@ -1,10 +1,11 @@
 """Read one tokenised split, for example `processed/arrow/train`: memory-mapped, without an index of records.
 
 A split is a directory that `datasets.load_from_disk` opens. Its own format is one `list<uint8>` column `input_ids` =
-`<cls> residues <eos>`, in ESM-2's ids; those of a family with another alphabet are looked up when they are read. A
-record's length and place follow from the Arrow offsets in the file, so opening costs a few bytes for each record batch
-and reading costs one copy of the tokens. Datasets of other tools (wider integers, fixed-size or large lists, trailing
-`<pad>`) are read too; their lengths without padding are computed on first use and kept (4 bytes a record).
+`<cls> residues <eos>`, in ESM-2's ids; those of a family with another alphabet are looked up when they are read, and a
+record is longer where that one has more tokens around the residues. Its length and place follow from the Arrow offsets
+in the file, so opening costs a few bytes for each record batch and reading costs one copy of the tokens. Datasets of
+other tools (wider integers, fixed-size or large lists, trailing `<pad>`) are read too; their lengths without padding
+are computed on first use and kept (4 bytes a record).
 """
 
 from __future__ import annotations
@@ -221,6 +222,7 @@ class TokenStore:
     def __init__(self, path: str | Path, tokens: TokenSet, max_records: int | None = None):
         self.path, self.tokens, self.max_records = Path(path), tokens, max_records
         state = read_state(self.path, STEP)
+        self._more = tokens.num_special - tokens.stored.num_special if isinstance(tokens, Alphabet) else 0
         self._lists = lists = ArrowLists(self.path, state)
         self._mapping = indices_mapping(self.path, state)
 
@@ -250,9 +252,10 @@ class TokenStore:
         return self._num_records
 
     def lengths(self, records: np.ndarray) -> np.ndarray:
-        """Tokens (with `<cls>` and `<eos>`, without padding) int64 [n] of the records int64 [n]."""
+        """Tokens (with those around the residues, without padding) int64 [n] of the records int64 [n]."""
         rows = self._rows(records)
-        return self._lists.locate(rows)[2] if self._lengths is None else self._stripped_lengths(self._lengths, rows)
+        lengths = self._lists.locate(rows)[2] if self._lengths is None else self._stripped_lengths(self._lengths, rows)
+        return lengths + self._more if self._more else lengths
 
     def gather(self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n records, end to end.
@@ -260,17 +263,60 @@ class TokenStore:
         Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id outside the
         vocabulary, for `<pad>` inside a sequence, and for data in another alphabet than that of prepared data.
         """
-        ids, offsets = self._lists.gather(self._rows(records), starts, lengths)
-        self._check(ids, records, offsets)
-        ids = ids.astype(np.uint8, copy=False)
+        if self._more:
+            return self._gather_longer(records, starts, lengths)
+        ids, offsets = self._gather_stored(records, starts, lengths)
         if isinstance(self.tokens, Alphabet) and (prepared := self.tokens.prepared) is not None:
             first = np.flatnonzero((starts == 0) & (lengths > 0))
-            for n in first[ids[offsets[first]] != prepared.begin]:
-                raise UserError(
-                    f"{self.path}: record {records[n]}: begins with token id {ids[offsets[n]]}, not with ESM-2's "
-                    f"<cls>, {prepared.begin}; ids are translated from ESM-2's: tokenise again ({STEP})"
-                )
+            self._check_end(ids[offsets[first]], records[first], prepared.begin, "begins", "<cls>")
         return self.tokens.of_stored(ids), offsets
+
+    def _gather_stored(
+        self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`gather` in the ids of the stored alphabet."""
+        ids, offsets = self._lists.gather(self._rows(records), starts, lengths)
+        self._check(ids, records, offsets)
+        return ids.astype(np.uint8, copy=False), offsets
+
+    def _gather_longer(
+        self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`gather` for an alphabet with more tokens around the residues than the stored one.
+
+        Token p of such a sequence is stored as p - (tokens after `begin`); those that are not stored lie in between.
+        """
+        tokens, whole = self.tokens, self.lengths(records)
+        assert isinstance(tokens, Alphabet)
+        assert np.all((starts >= 0) & (lengths >= 0) & (starts + lengths <= whole)), "crop outside its record"
+        inner, last = len(tokens.after_begin), whole - self._more - 1  # last: index of the last stored token
+        for n in np.flatnonzero(last < 1):
+            raise UserError(f"{self.path}: record {records[n]}: has no <cls> and <eos>: tokenise again ({STEP})")
+        from_stored, to_stored = (np.clip(at - inner, 0, last) for at in (starts, starts + lengths - 1))
+        taken = np.where(lengths > 0, to_stored - from_stored + 1, 0)
+        stored, bounds = self._gather_stored(records, from_stored, taken)
+        has_begin, has_end = (np.flatnonzero((taken > 0) & of) for of in (from_stored == 0, to_stored == last))
+        self._check_end(stored[bounds[has_begin]], records[has_begin], tokens.stored.begin, "begins", "<cls>")
+        self._check_end(stored[bounds[has_end + 1] - 1], records[has_end], tokens.stored.end, "ends", "<eos>")
+
+        offsets = np.append(0, np.cumsum(lengths))
+        position = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)  # of each token in its sequence
+        place = np.clip(position - inner, 0, np.repeat(last, lengths)) - np.repeat(from_stored, lengths)
+        ids = tokens.of_stored(stored[place + np.repeat(bounds[:-1], lengths)])
+        for n, token in enumerate(tokens.after_begin, 1):
+            ids[position == n] = token
+        behind = np.repeat(whole, lengths) - position  # 1 for the last token
+        for n, token in enumerate(reversed(tokens.before_end), 2):
+            ids[behind == n] = token
+        return ids, offsets
+
+    def _check_end(self, ids: np.ndarray, records: np.ndarray, expected: int, how: str, name: str) -> None:
+        """UserError unless the first or last token of each record is that of ESM-2's alphabet."""
+        for n in np.flatnonzero(ids != expected):
+            raise UserError(
+                f"{self.path}: record {records[n]}: {how} with token id {ids[n]}, not with ESM-2's {name}, "
+                f"{expected}; ids are translated from ESM-2's: tokenise again ({STEP})"
+            )
 
     def _check(self, ids: np.ndarray, records: np.ndarray, offsets: np.ndarray) -> None:
         size, pad = self.tokens.stored.vocab_size, self.tokens.stored.pad
