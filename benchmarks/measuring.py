@@ -36,7 +36,7 @@ FILE_ONLY = {
     *("cp_comm_type", "cp_layout", "cuda_graphs", "dataset_mix_stages", "dataset_mix_exponent"),
     *("ddp_bucket_dtype", "device_reserve", "eval_mask_replace_prob", "eval_mlm_probability"),
     *("fp8_scaled_mm", "fused_gelu", "mask_replace_prob", "packs_per_step_schedule"),
-    *("random_replace_prob", "sample_clusters_exponent", "straggler_every", "triton_adamw"),
+    *("random_replace_prob", "sample_clusters_exponent", "set_size", "straggler_every", "triton_adamw"),
 }
 WARMUP = 2  # steps of `training_speed` that are not timed
 

@@ -76,6 +76,15 @@ class Catalogue(Protocol):
     def weighted_clusters(self, clusters: Any, exponent: float) -> tuple[Any, str]:
         """sample_clusters_exponent: what a batch plan draws by, and a line about it."""
 
+    def check_sets(self, flags: Any, family: Any) -> None:
+        """--set_tokens: UserError for flags that contradict it."""
+
+    def set_plan(self, flags: Any, store: Any, directory: Path) -> tuple[Any, dict, str]:
+        """--set_tokens: the batch plan, its part of the data's identity, and a line about it."""
+
+    def set_batches(self, collator: Any) -> Any:
+        """--set_tokens: the collator of batches that know their sets."""
+
     def untokenised(self, directory: Path, columns: Any = None) -> str:
         """What to do with a directory of datasets' save_to_disk that has no tokens but `columns`; "" if it has."""
 

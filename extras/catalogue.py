@@ -122,6 +122,24 @@ def weighted_clusters(clusters: Any, exponent: float) -> tuple[Any, str]:
     return weighted_clusters.weighted(clusters, exponent)
 
 
+def check_sets(flags: Any, family: Any) -> None:
+    from extras.prepare.sources import sets
+
+    sets.check_flags(flags, family)
+
+
+def set_plan(flags: Any, store: Any, directory: Path) -> tuple[Any, dict, str]:
+    from extras.prepare.sources import sets
+
+    return sets.set_plan(flags, store, directory)
+
+
+def set_batches(collator: Any) -> Any:
+    from extras.prepare.sources.sets import SetCollator
+
+    return SetCollator(collator)
+
+
 def untokenised(directory: Path, columns: Any = None) -> str:
     from extras.prepare.sources import saved_datasets
 

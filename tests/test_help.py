@@ -45,6 +45,7 @@ OTHER = {  # values of keys of a file of flags, where True is none
     "mask_replace_prob": 0.7,
     "packs_per_step_schedule": "0:2,9:4",
     "random_replace_prob": 0.2,
+    "set_size": 16,
     "straggler_every": 7,
 }
 

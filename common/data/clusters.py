@@ -62,7 +62,7 @@ class Clusters:
 
 
 def clusters_to_draw(
-    split_directory: Path, num_records: int, asked: bool | Literal["auto"]
+    split_directory: Path, num_records: int, asked: bool | Literal["auto"] | None
 ) -> tuple[Clusters | None, str]:
     """The clusters that --sample_clusters, `asked`, draws by, None for records; and a line about what is drawn.
 
@@ -79,17 +79,18 @@ def clusters_to_draw(
     return None, about
 
 
-def open_clusters(split_directory: str | Path, num_records: int) -> Clusters:
-    """The clusters of a split of `num_records` records. UserError if there are none or they do not match."""
+def open_clusters(split_directory: str | Path, num_records: int, flag: str = "--sample_clusters") -> Clusters:
+    """The clusters of a split of `num_records` records. UserError, naming the flag that asks for them, if there are
+    none or they do not match."""
     if (clusters := _read(Path(split_directory) / DIRECTORY)) is None:
         raise UserError(
             f"{Path(split_directory) / DIRECTORY}: no clusters: tokenise with --cluster_table or --cluster, or train "
-            "without --sample_clusters"
+            f"without {flag}"
         )
     if clusters.num_records != num_records:
         raise UserError(
             f"{clusters.directory}: clusters of {clusters.num_records:,} records, but {num_records:,} are in use: "
-            "--sample_clusters needs all of them (no --max_train_samples)"
+            f"{flag} needs all of them (no --max_train_samples)"
         )
     return clusters
 

@@ -111,7 +111,7 @@ def mask_tokens(
 
 
 # Of a model.
-INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "mask_ratio")
+INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "mask_ratio", "sets")
 
 
 class Batch(TypedDict, total=False):
@@ -131,6 +131,8 @@ class Batch(TypedDict, total=False):
     sum_squared_lengths: Required[int]
     num_sequences: Required[int]
     num_unknown: Required[int]
+    set_pairs: int
+    sets: Tensor  # int32 [2, B + 1], on the host: of homologs (extras.prepare.sources.sets.SetCollator)
     # With context parallelism also the fields of a CpPack, cp_positions and so on (extras.speed.cp_batches).
 
 
@@ -142,6 +144,7 @@ class Counts(NamedTuple):
     sum_squared_lengths: int
     num_sequences: int
     num_unknown: int = 0  # <unk> tokens: characters that are not residues
+    set_pairs: int = 0  # of tokens, in attention over sets of homologs
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Counts:
@@ -151,6 +154,7 @@ class Counts(NamedTuple):
             sum(batch["sum_squared_lengths"] for batch in batches),
             sum(batch["num_sequences"] for batch in batches),
             sum(batch["num_unknown"] for batch in batches),
+            sum(batch.get("set_pairs", 0) for batch in batches),
         )
 
 
@@ -203,10 +207,10 @@ class MaskingCollator:
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """The model's inputs of a batch, on the device, without the counts. On the CPU nothing is copied."""
+    """The model's inputs of a batch without the counts, all but `sets` on the device. On the CPU nothing is copied."""
     inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if name in batch}
     for name, value in inputs.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and name != "sets":
             inputs[name] = value.to(device, non_blocking=True)
     if "cp_positions" in batch:  # slices of one that ranks share
         inputs["cp_pack"] = extra().cp_pack(batch, device)

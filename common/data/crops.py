@@ -18,13 +18,15 @@ LOOK_AHEAD = 512  # sequences among which the end of a pack is chosen
 
 @dataclass(frozen=True)
 class Pack:
-    """n crops: record i has tokens [starts[i], starts[i] + lengths[i]), int64 [n] each; source: of a mixture."""
+    """n crops: record i has tokens [starts[i], starts[i] + lengths[i]), int64 [n] each; source: of a mixture; sets:
+    int64 [S + 1], set s has crops [sets[s], sets[s + 1]), None without sets of homologs."""
 
     records: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     epoch: int
     source: int = 0
+    sets: np.ndarray | None = None
 
     @classmethod
     def empty(cls, epoch: int = 0) -> Pack:
@@ -42,20 +44,26 @@ class Pack:
 
 @dataclass(frozen=True)
 class Window:
-    """A planned window: its crops in the order of the packs, int64 [n] each; pack p holds [bounds[p], bounds[p+1])."""
+    """A planned window: its crops in the order of the packs, int64 [n] each; pack p holds [bounds[p], bounds[p+1]).
+    sets: int64, where each set of homologs begins and the last one ends, None without sets."""
 
     epoch: int
     records: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     bounds: np.ndarray
+    sets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def pack(self, number: int) -> Pack:
-        here = slice(self.bounds[number], self.bounds[number + 1])
-        return Pack(self.records[here], self.starts[here], self.lengths[here], self.epoch)
+        first, last = self.bounds[number : number + 2]
+        here, sets = slice(first, last), None
+        if self.sets is not None:
+            begin, end = self.sets.searchsorted((first, last))
+            sets = self.sets[begin : end + 1] - first
+        return Pack(self.records[here], self.starts[here], self.lengths[here], self.epoch, sets=sets)
 
 
 def plan_window(
@@ -76,8 +84,7 @@ def plan_window(
     the records. Records without a token are left out.
     """
     if shuffle:
-        hashes = hash_counters(derive_key(seed, epoch, RECORD_ORDER), records)
-        order = np.argsort(hashes, kind="stable")
+        order = hash_order(derive_key(seed, epoch, RECORD_ORDER), records)
         records, lengths = records[order], lengths[order]
     starts, crops = crop(records, lengths, seed, epoch, max_seq_length)
     if sequences_per_pack:
@@ -85,15 +92,25 @@ def plan_window(
         keep = crops > 0  # without empty records
         bounds = np.concatenate(([0], np.cumsum(keep)))[bounds]
         return Window(epoch, records[keep], starts[keep], crops[keep], bounds)
-    order, bounds = fill_packs(crops, tokens_per_pack)
-    if shuffle:  # otherwise the badly filled packs would come last in each window
-        key = derive_key(seed, epoch, PACK_ORDER, number)
-        packs = np.argsort(hash_counters(key, np.arange(len(bounds) - 1)), kind="stable")
-        sizes = np.diff(bounds)[packs]
-        ends = np.cumsum(sizes)
-        order = order[np.repeat(bounds[packs] - (ends - sizes), sizes) + np.arange(len(order))]
-        bounds = np.concatenate(([0], ends))
+    order, bounds = packed(crops, tokens_per_pack, derive_key(seed, epoch, PACK_ORDER, number) if shuffle else None)
     return Window(epoch, records[order], starts[order], crops[order], bounds)
+
+
+def hash_order(key: int, counters: np.ndarray) -> np.ndarray:
+    """Indices int64 [n] that shuffle n counters by their hashes."""
+    return np.argsort(hash_counters(key, counters), kind="stable")
+
+
+def runs(bounds: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The members of the chosen groups, end to end, and where each group begins then.
+
+    bounds: [groups + 1], group g has members [bounds[g], bounds[g + 1]); chosen: int64 [n]. Returns int64
+    [members] and [n + 1].
+    """
+    begin = bounds[chosen].astype(np.int64)
+    sizes = bounds[chosen + 1].astype(np.int64) - begin
+    ends = np.append(0, np.cumsum(sizes))
+    return np.repeat(begin - ends[:-1], sizes) + np.arange(ends[-1]), ends
 
 
 def crop(
@@ -106,6 +123,15 @@ def crop(
     hashes = hash_counters(derive_key(seed, epoch, CROP), records[long])
     starts[long] = scale(hashes, lengths[long] - crops[long] + 1)
     return starts, crops
+
+
+def packed(lengths: np.ndarray, capacity: int, key: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """As `fill_packs`, the packs in an order by hash. key: None leaves them as filled, the badly filled ones last."""
+    order, bounds = fill_packs(lengths, capacity)
+    if key is None:
+        return order, bounds
+    within, bounds = runs(bounds, hash_order(key, np.arange(len(bounds) - 1)))
+    return order[within], bounds
 
 
 def fill_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -157,14 +157,14 @@ class DataFlags(SourceFlags):
     """Which proteins, and how masked language modelling makes batches of them."""
 
     required = ("dataset_dir",)
-    advanced = ("sample_clusters", "max_train_samples")
+    advanced = ("sample_clusters", "set_tokens", "max_train_samples")
     unlisted = (
         *("dataset_mix", "sequence_packing", "pad_to_max_length", "mlm_probability_end"),
         *("max_eval_samples", "do_preprocess"),
     )
     file_only = (
         *("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob"),
-        *("dataset_mix_stages", "dataset_mix_exponent", "sample_clusters_exponent"),
+        *("dataset_mix_stages", "dataset_mix_exponent", "sample_clusters_exponent", "set_size"),
     )
 
     dataset_mix: list[str] | None = flag(
@@ -183,14 +183,21 @@ class DataFlags(SourceFlags):
         "To evaluate on proteins of your own (as --dataset, or what step 1 wrote), in place of the validation split "
         "of --dataset_dir or --dataset. NAME=PROTEINS: beside it, with results eval_NAME_...; several may be given.",
     )
-    sample_clusters: bool | Literal["auto"] = flag(
-        False,
+    sample_clusters: bool | Literal["auto"] | None = flag(
+        None,
         "If large families dominate: draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's "
-        "--cluster_table or --cluster, or a column ur50_id of --dataset); auto: where the data have them.",
+        "--cluster_table or --cluster, or a column ur50_id of --dataset); auto: where the data have them. Default: "
+        "off, and on with --set_tokens.",
     )
     sample_clusters_exponent: float = flag(
         0.0, "Draw clusters by their size to this power: 0, each alike as ESM-2 did, to 1, each protein alike."
     )
+    set_tokens: str | None = flag(
+        None,
+        "To train on sets of homologs: most tokens of a set, which has members of one cluster of --dataset_dir, each "
+        "cluster once an epoch; or stages, epochs:tokens: 0:2048,0.5:8192. For families that read sets.",
+    )
+    set_size: int = flag(16, "With --set_tokens: most members of a set; the number drawn is log-uniform from 1.")
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
     )
@@ -262,7 +269,9 @@ class DataFlags(SourceFlags):
 
     def resolve(self) -> DataFlags:
         is_open = self.packing and self.tokens_per_pack != "auto"
-        return with_flags(self, tokens_per_pack=self.pack_tokens) if is_open else self
+        tokens_per_pack = self.pack_tokens if is_open else self.tokens_per_pack
+        sampled = self.set_tokens is not None if self.sample_clusters is None else self.sample_clusters
+        return with_flags(self, tokens_per_pack=tokens_per_pack, sample_clusters=sampled)
 
     def missing(self) -> Iterator[Missing]:
         if self.streaming and not self.dataset and not self.eval_dataset:

@@ -110,6 +110,7 @@ class StepCounts(NamedTuple):
     sum_squared_lengths: int
     num_sequences: int
     num_unknown: int
+    set_pairs: int
     num_computed: int
 
 

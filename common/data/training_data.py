@@ -133,17 +133,24 @@ class PreparedData(PlannedData):
             "max_seq_length": flags.max_seq_length,
             **flags.pack_size,
         }
-        train = self.directory / "train"
-        clusters, self.sampling = clusters_to_draw(train, len(self.store), flags.sample_clusters)
-        if clusters and flags.sample_clusters_exponent:
-            clusters, self.sampling = extra().weighted_clusters(clusters, flags.sample_clusters_exponent)
-        if clusters:
-            self.identity["sample_clusters"] = clusters.content[:16]
-        self.plan = BatchPlan(
-            self.store.lengths, len(self.store), flags.seed, flags.max_seq_length, **flags.pack_size, clusters=clusters
-        )
+        self.plan, self.sampling = self._plan_packs(self.directory / "train")
         self.num_examples, self.max_steps = self.plan.num_drawn, flags.max_steps
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
+
+    def _plan_packs(self, train: Path) -> tuple[BatchPlan, str]:
+        """The plan, and a line about what it draws. Adds that to `identity`."""
+        flags = self.flags
+        if flags.set_tokens is not None:
+            plan, of_sets, sampling = extra().set_plan(flags, self.store, train)
+            self.identity |= of_sets
+            return plan, sampling
+        clusters, sampling = clusters_to_draw(train, len(self.store), flags.sample_clusters)
+        if clusters and flags.sample_clusters_exponent:
+            clusters, sampling = extra().weighted_clusters(clusters, flags.sample_clusters_exponent)
+        if clusters:
+            self.identity["sample_clusters"] = clusters.content[:16]
+        sizes = flags.seed, flags.max_seq_length
+        return BatchPlan(self.store.lengths, len(self.store), *sizes, **flags.pack_size, clusters=clusters), sampling
 
     def order(self, packs_per_step: PacksPerStep) -> Order:
         logger.info("Sampling %s", self.sampling)
@@ -228,7 +235,8 @@ def masked_batches(
     rates = MaskRates(flags.mlm_probability, *replaced, flags.mlm_probability_end, total_steps)
     collator = MaskingCollator(tokens, flags.seed, rates)
     filled_to = flags.pack_tokens if static_shape else 0
-    return rank_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.mlm_probability)
+    collator = rank_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.mlm_probability)
+    return extra().set_batches(collator) if flags.set_tokens is not None else collator
 
 
 def held_out_masks(flags: DataFlags, tokens: TokenSet) -> MaskingCollator:

@@ -71,6 +71,7 @@ class Family(ABC):
     published: tuple[str, ...] = ()
     stock = ""
     lora_targets = ""
+    reads_sets = False  # whether a model's `forward` takes the `sets` of a batch (mlm)
     form = "for transformers' from_pretrained"  # of an export, for the log
 
     @abstractmethod

@@ -80,6 +80,10 @@ class TrainArguments(RunArguments):
         if self.model.bf16_residual and not self.precision.bf16:
             yield Missing("--bf16", "--bf16_residual needs bf16 layers")
 
+    def check(self) -> None:
+        if self.data.set_tokens is not None:
+            extra().check_sets(self.data, self.family)
+
 
 class MaskedLM(Task[TrainArguments, ProteinData]):
     """Masked language modelling of proteins."""

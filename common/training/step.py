@@ -58,7 +58,7 @@ class StepPrefetcher:
     def prefetch(self, number: int) -> tuple[Tensor, float]:
         """Take this rank's batches of step `number` (from 1) from the loader.
 
-        Returns the values to sum over the ranks and pass to `receive`, float64 [10] on the CPU (exact for counts), and
+        Returns the values to sum over the ranks and pass to `receive`, float64 [11] on the CPU (exact for counts), and
         the seconds waited for the batches. A rank whose data fail or never arrive says so in these values instead of
         raising, so that no rank waits for it.
         """

@@ -163,7 +163,8 @@ class Task(ABC, Generic[Arguments, Data]):
     def flops(self, counts: StepCounts) -> float:
         """Floating-point operations of a training step with these counts."""
         totals = counts.num_tokens, counts.sum_squared_lengths, counts.num_targets
-        return self.family.flops(self.built.config, *totals)
+        of_sets = {"set_pairs": counts.set_pairs} if counts.set_pairs else {}
+        return self.family.flops(self.built.config, *totals, **of_sets)
 
     def exported(
         self, gather: Callable[[Tensor], Tensor], fitted: dict[str, Tensor] | None = None

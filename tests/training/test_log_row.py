@@ -29,7 +29,7 @@ TARGETS = eval(f"[{contributing('A key of the logged row')[0]}]", vars(log_row))
 def record(state: TrainerState, loss: float = 2.0, **more) -> StepRecord:
     """Of a step of two seconds, 10 tokens and 12 computed ones, which the state has counted."""
     result = StepResult(loss, 1.0, not math.isfinite(loss), 0.5, 0.25, [])
-    counts = StepCounts(3, 10, 100, 2, 0, 12)
+    counts = StepCounts(3, 10, 100, 2, 0, 0, 12)
     state.advance({}, 1.5, counts, 7.0, 2.0, result)
     return StepRecord(
         **{"state": state, "total_steps": 9, "learning_rate": 0.1, "counts": counts, "result": result, "flops": 3e12}

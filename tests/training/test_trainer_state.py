@@ -164,7 +164,7 @@ def test_trainer_state_with_a_ramp_that_is_none_is_refused():
 
 
 def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
-    state, counts = TrainerState(), StepCounts(3, 10, 100, 2, 0, 64)
+    state, counts = TrainerState(), StepCounts(3, 10, 100, 2, 0, 0, 64)
     bad, good = (StepResult(loss, 1.0, loss != 2.0, 0.1, 0.1, []) for loss in (float("inf"), 2.0))
     for result in (bad, good, bad, bad):
         state.advance({"epoch": 1}, 1.5, counts, 7.0, 0.5, result)
@@ -181,7 +181,7 @@ def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
 def test_trainer_state_counts_unknown_characters_and_warns_once(caplog):
     state, result = TrainerState(), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
     for unknown in (0, 3, 4):
-        state.advance({}, 0.0, StepCounts(3, 10, 100, 2, unknown, 64), 7.0, 0.5, result)
+        state.advance({}, 0.0, StepCounts(3, 10, 100, 2, unknown, 0, 64), 7.0, 0.5, result)
     assert state.unknown == 7
     assert [record.getMessage() for record in caplog.records] == [
         "Step 2: characters that are no residues: <unk>; they are counted"
