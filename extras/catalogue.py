@@ -51,6 +51,9 @@ def families() -> dict[str, FamilyLine]:
         "esmc": FamilyLine("extras.families.esmc.family", "biohub/ESMC-*-hf", "ESM C, the 300M if not named"),
         "amplify": FamilyLine("extras.families.amplify.family", "chandar-lab/AMPLIFY_*", "AMPLIFY, the 120M"),
         "e1": FamilyLine("extras.families.e1.family", "Profluent-Bio/E1-*", "E1, which reads homologs, the 150M"),
+        "esm_sets": FamilyLine(
+            "extras.families.esm2_sets.family", about="an ESM-2 that learns to read homologs, with its name"
+        ),
     }
 
 

@@ -62,6 +62,7 @@ class Family(ABC):
 
     task = "mlm"  # or "clm": what trains it
     reads_sets = False  # whether sequences may attend to others of their set (extras.families.sets)
+    continues = ""  # model_type of a family whose models --model_type makes its own, with more parameters
     alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
 
     tokens: TokenSet  # ids for reading and masking; an Alphabet also for proteins as text: files, embed.py, ... (mlm)
@@ -166,10 +167,16 @@ def encoders() -> list[str]:
 
 def encoder_family(name: str, model_type: str | None = None) -> Family:
     """The masked-language-modelling family: of a directory by its config.json, of a name by how it begins, else that
-    of model_type; ESM-2 without one.
+    of model_type; ESM-2 without one. The model_type's where that continues the family found.
 
     ESM-2's loader reports what is wrong with a directory that no family can read.
     """
+    family = _family_by_name(name, model_type)
+    asked = family_of(model_type) if model_type in families() else family
+    return asked if asked.continues and family_of(asked.continues) is family else family
+
+
+def _family_by_name(name: str, model_type: str | None) -> Family:
     if not Path(name).is_dir():
         listed = ((kind, line.hub_names.partition("*")[0]) for kind, line in families().items())
         known = (kind for kind, beginning in listed if beginning and name.startswith(beginning))

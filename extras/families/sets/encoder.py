@@ -9,9 +9,11 @@ from torch import Tensor
 
 from common.cli import UserError
 from common.models.esm2.model import Encoder
-from common.models.layers.attention import rotary_tables
+from common.models.layers.attention import Layout, rotary_tables
 from common.models.layers.residual import Model, total
 from extras.families.sets.layout import Context, SetLayout
+
+Inputs = tuple[tuple[Tensor, Tensor], Layout | None]  # cosines and sines, and the layout: of an attention
 
 
 class SetEncoder(Encoder):
@@ -49,16 +51,20 @@ class SetEncoder(Encoder):
         across = rotary_tables(layout.positions, self.head_dim, self.config.rope_theta_global)
         stream, number = self.begin(self.numbered(x, layout.numbers)), 0
         for n, layer in enumerate(self.layers.in_turn()):
+            inputs = rotary, own
             if self.config.is_global(n):
-                stream = layer(stream, across, cu_seqlens, max_seqlen, layout.of_layer(number))
+                inputs = self.inputs_over_sets(inputs, (across, layout.of_layer(number)))
                 number += 1
-            else:
-                stream = layer(stream, rotary, cu_seqlens, max_seqlen, own)
+            stream = layer(stream, inputs[0], cu_seqlens, max_seqlen, inputs[1])
         return self.emb_layer_norm_after(total(stream))
 
     def numbered(self, x: Tensor, numbers: Tensor) -> Tensor:
         """The first layer's input. numbers: int64 [T], each token's sequence's in its set."""
         return x
+
+    def inputs_over_sets(self, within: Inputs, over: Inputs) -> Any:
+        """What a layer that attends to sets is given, of what is there within sequences and over sets."""
+        return over
 
 
 class SetModel(Model):

@@ -19,3 +19,8 @@ class SetFamily(EncoderFamily):
 
     def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> Any:
         return super().choose(args, world, (*torch_only, f"attention over sets of {self.title}"), previous)
+
+    def check_run(self, args: Any, config: Any, backend: str, world: World) -> None:
+        super().check_run(args, config, backend, world)
+        if args.strategy.replays_layers:
+            raise UserError(f"--cuda_graphs: attention over sets of {self.title} cannot be recorded: drop the flag")
