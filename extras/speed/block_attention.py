@@ -68,11 +68,14 @@ def block_causal(sets: Tensor, queries: Bounds, keys: Bounds) -> list[AttendedBl
         for first in range(begin, end - width, 2 * width)
     ]:
         first, middle, end = torch.tensor(halves).t()
-        begins = query_ends[middle], key_ends[first]
-        counts = query_ends[end] - query_ends[middle], key_ends[middle] - key_ends[first]
-        rows, columns = (runs(*x).to(device, non_blocking=True) for x in zip(begins, counts, strict=True))
-        of_queries, of_keys = Bounds.make(F.pad(torch.stack(counts).cumsum(1), (1, 0)), device)
-        blocks.append(AttendedBlock(of_queries, of_keys, rows, columns))
+        begins = torch.stack((query_ends[middle], key_ends[first]))
+        counts = torch.stack((query_ends[end], key_ends[middle])) - begins
+        both = (counts > 0).all(0)  # batches are filled up with empty sequences
+        begins, counts = begins[:, both], counts[:, both]
+        if counts.numel():
+            rows, columns = (runs(*x).to(device, non_blocking=True) for x in zip(begins, counts, strict=True))
+            of_queries, of_keys = Bounds.make(F.pad(counts.cumsum(1), (1, 0)), device)
+            blocks.append(AttendedBlock(of_queries, of_keys, rows, columns))
         width *= 2
     return blocks
 
