@@ -21,7 +21,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,12 @@ from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
 from extras.after.downstream.outputs import Manifest, Output, claimed, locked_file, writing
 from extras.after.downstream.results import to_open
+from extras.after.inference.contexts import ContextFlags, Contexts, check_family, mean_over
 from extras.after.inference.correlation import Correlation, as_table, correlations
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
 from extras.after.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
-from extras.after.inference.mutation_scores import Variant, quoted, score, single_mutants
+from extras.after.inference.mutation_scores import ContextOf, Variant, quoted, score, single_mutants
 from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
@@ -55,6 +55,7 @@ from extras.prepare.sources.proteins import ProteinFlags, read_residues
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
+ERROR = "_error"  # ends the name of a column of standard errors over contexts
 RECORD = "scores.json"  # in a directory of --all_single_mutants
 SCRIPT = "score.py"
 SETTINGS = (
@@ -81,6 +82,7 @@ class Arguments(EncoderFlags):
     wild_type_marginal_only: bool = flag(False, "Only the cheap score: one pass per window of a protein.")
     column_prefix: str = flag("", "Prefix of the names of the new columns, for example the model's name.")
     overwrite: bool = flag(False, "Replace an existing --output.")
+    context: ContextFlags = field(default_factory=ContextFlags)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     def missing(self) -> Iterator[Missing]:
@@ -105,8 +107,11 @@ class Arguments(EncoderFlags):
         for name in self.inputs:
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
+        read = {name: getattr(self, name) for name in self.inputs}
+        read |= {"homologs": self.context.homologs, "homologs_fasta": self.context.homologs_fasta}
+        for name, value in read.items():
             for path in written(Path(str(self.output))):
-                if path.exists() and path.samefile(getattr(self, name)):
+                if value and path.exists() and path.samefile(value):
                     raise UserError(f"--output {self.output}: it would replace --{name}: choose another name")
         output = Path(str(self.output))
         kind, is_one = ("directory", output.is_dir()) if self.all_single_mutants else ("file", output.is_file())
@@ -188,7 +193,8 @@ def write_matrices(
             stem = file_name(name, taken)
             for column, matrices in scores.items():
                 write_matrix(directory / f"{stem}.{column}.csv", text, matrices[number], first_residue)
-                variance[f"{stem}.{column}"] = shares(text, matrices[number])
+                if not column.endswith(ERROR):
+                    variance[f"{stem}.{column}"] = shares(text, matrices[number])
             column = next(iter(scores))
             draw(directory / f"{stem}.png", f"{name[:60]}: {column}", text, scores[column][number], first_residue)
         about = about | {"variance": {name: each._asdict() for name, each in variance.items()}}
@@ -218,13 +224,13 @@ def log_variance(variance: dict[str, Shares]) -> None:
 
 
 def correlate(
-    scores: dict[str, list[float]], measured: list[float], proteins: Sequence[str], variants: list[Variant]
+    scores: dict[str, np.ndarray], measured: list[float], proteins: Sequence[str], variants: list[Variant]
 ) -> dict[str, dict]:
     """{protein: {variants, and of each score: spearman, low, high}} over its rows that have a measurement."""
     found: dict[str, dict] = {}
     for protein in dict.fromkeys(proteins):
         rows = [n for n, name in enumerate(proteins) if name == protein and not math.isnan(measured[n])]
-        of_rows = {name: [values[n] for n in rows] for name, values in scores.items()}
+        of_rows = {name: values[rows].tolist() for name, values in scores.items()}
         made = correlations(of_rows, [measured[n] for n in rows], [variants[n] for n in rows])
         found[protein] = {"variants": len(rows)} | {name: each._asdict() for name, each in made.items()}
     return found
@@ -252,6 +258,12 @@ def mean_row(name: str, values: list[float]) -> str:
     return f"  {name}  {np.mean(values):.3f}{error}  ({len(values)} proteins)"
 
 
+def all_columns(args: Arguments) -> list[str]:
+    """The columns that are written: scores, and with several contexts their standard errors."""
+    names, has_errors = list(new_columns(args)), bool(args.context.homologs) and args.context.contexts > 1
+    return names + [f"{name}{ERROR}" for name in names if has_errors]
+
+
 def new_columns(args: Arguments) -> dict[str, bool]:
     """{name: whether positions are masked}."""
     return {
@@ -263,38 +275,59 @@ def new_columns(args: Arguments) -> dict[str, bool]:
 
 def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, Any]:
     """What decides the scores: the flags, and the content of model and input. UserError as `load_config`."""
+    if args.context.homologs:
+        check_family(model)
     encoder_family(model).load_config(model)
     made_from = hashes | {"model_hash": model_hash(model)} | {name: getattr(args, name) for name in SETTINGS}
-    made_from |= args.proteins.given
+    made_from |= args.proteins.given | args.context.given
     return made_from | ({"measured_column": args.measured_column} if args.measured_column else {})
 
 
-def load(args: Arguments, made_from: dict[str, Any], model: str) -> Encoder:
-    """UserError if model or input have changed since `made_from`."""
+def load(
+    args: Arguments, made_from: dict[str, Any], model: str, proteins: dict[str, bytes]
+) -> tuple[Encoder, list[ContextOf | None]]:
+    """The model, and of each context what reads it: one that is None without homologs.
+
+    proteins: that are scored. UserError if model or input have changed since `made_from`.
+    """
     encoder = Encoder(replace(args, model_name_or_path=model))
-    now = input_hashes(args) | {"model_hash": model_hash(model)}
+    contexts: list[ContextOf | None] = [None]
+    if args.context.homologs:
+        contexts = [*Contexts(args.context, encoder, proteins).readers(proteins)]
+    now = input_hashes(args) | {"model_hash": model_hash(model)} | args.context.hashes(proteins)
     if any(made_from[name] != digest for name, digest in now.items()):
-        inputs = " or ".join(f"--{name}" for name in args.inputs)
+        inputs = " or ".join(f"--{name}" for name in [*args.inputs, *(["homologs"] if args.context.homologs else [])])
         raise UserError(f"the model, {inputs} changed while they were read: start again")
-    return encoder
+    return encoder, contexts
 
 
-def each_column(args: Arguments, compute: Callable[..., list]) -> dict[str, list]:
-    """{column: `compute(masked, done, planned)`}, a bar each."""
-    scores = {}
+def each_column(
+    args: Arguments, contexts: Sequence[ContextOf | None], compute: Callable[..., np.ndarray]
+) -> dict[str, np.ndarray]:
+    """{column: `compute(masked, done, planned, context_of)`}, means over the contexts; then, of several contexts,
+    {column_error: standard errors of the means}. A bar each."""
+    scores, errors = {}, {}
     for name, masked in new_columns(args).items():
-        with slow_bar(None, "tokens", desc=name) as bar:
-            scores[name] = compute(masked, bar.update, bar.reset)
-    return scores
+        results = []
+        for number, context_of in enumerate(contexts, 1):
+            title = f"{name}, context {number} of {len(contexts)}" if len(contexts) > 1 else name
+            with slow_bar(None, "tokens", desc=title) as bar:
+                results.append(compute(masked, bar.update, bar.reset, context_of))
+        scores[name], error = mean_over(results)
+        errors |= {} if error is None else {f"{name}{ERROR}": error}
+    return scores | errors
 
 
 def score_table(args: Arguments) -> None:
-    new, hashes = new_columns(args), input_hashes(args)
+    new, hashes = all_columns(args), input_hashes(args)
     path = str(args.mutations)
     names, rows = read_rows(path, f"--mutations {path}")
     proteins = read_residues(str(args.fasta), flags=args.proteins)
-    columns = columns_of(args, names, list(new), proteins)
+    columns = columns_of(args, names, new, proteins)
     variants = variants_of(columns, rows, proteins, path, str(args.fasta))
+    scored = {variant.protein for variant in variants}
+    used = {name: text for name, text in proteins.items() if text in scored}
+    hashes |= args.context.hashes(used)
     measured_column = args.measured_column or (MEASURED if MEASURED in names else None)
     measured = measured_of(measured_column, rows, path) if measured_column else []
     output, record, *_ = written(Path(str(args.output)))
@@ -307,23 +340,26 @@ def score_table(args: Arguments) -> None:
         if not args.overwrite and is_finished(output, record, made_from):
             logger.info("%s was made from the same input and arguments: nothing to do", output)
             return
-        scores = each_column(args, partial(score, load(args, made_from, model), variants))
+        encoder, contexts = load(args, made_from, model, used)
+        scores = each_column(args, contexts, lambda *how: np.array(score(encoder, variants, *how)))
         about: dict[str, Any] = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
         if measured_column:
             ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
-            found = correlate(scores, measured, ids, variants)
+            found = correlate({name: scores[name] for name in new_columns(args)}, measured, ids, variants)
             log_correlations(measured_column, found)
             of_proteins = {"intervals_over": "variants", "proteins": found}
             about["correlations"] = {"measured_column": measured_column} | of_proteins
-        scored = [row | {name: f"{scores[name][n]:.6f}" for name in new} for n, row in enumerate(rows)]
-        write(output, record, [*names, *new], scored, about)
+        with_scores = [row | {name: f"{scores[name][n]:.6f}" for name in new} for n, row in enumerate(rows)]
+        write(output, record, [*names, *new], with_scores, about)
     logger.info("Written: %s (%s variants)", output, f"{len(rows):,}")
 
 
 def score_all(args: Arguments) -> None:
     hashes, directory = input_hashes(args), Path(str(args.output))
     proteins = read_residues(str(args.fasta), flags=args.proteins)
+    hashes |= args.context.hashes(proteins)
     inputs = {"--model_name_or_path": args.model_name_or_path, "--fasta": args.fasta}
+    inputs |= {"--homologs": args.context.homologs, "--homologs_fasta": args.context.homologs_fasta}
     with ExitStack() as stack:
         model = exported(str(args.model_name_or_path), stack)
         made_from = {"script": SCRIPT} | identity(args, hashes, model)
@@ -331,7 +367,11 @@ def score_all(args: Arguments) -> None:
         claim = claimed(directory, inputs, made_from, args.overwrite, earlier, "--output")
         if (output := stack.enter_context(claim)) is None:
             return
-        matrices = each_column(args, partial(single_mutants, load(args, made_from, model), proteins.values()))
+        encoder, contexts = load(args, made_from, model, proteins)
+        texts = list(proteins.values())
+        scores = each_column(args, contexts, lambda *how: np.concatenate(single_mutants(encoder, texts, *how)))
+        ends = np.cumsum([len(text) for text in texts])[:-1]
+        matrices = {name: np.split(values, ends) for name, values in scores.items()}
         about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
         log_variance(write_matrices(output, proteins, matrices, args.first_residue, about))
     logger.info("Written: %s", to_open(directory))

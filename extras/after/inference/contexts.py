@@ -159,9 +159,7 @@ def check_family(model: str) -> None:
     family = encoder_family(model)
     if not family.reads_sets:
         readers = ", ".join(each.title for name in encoders() if (each := family_of(name)).reads_sets)
-        raise UserError(
-            f"--homologs: {family.title} reads single proteins; of {readers or 'no family here'} models do"
-        )
+        raise UserError(f"--homologs: {family.title} reads single proteins: give a model that reads sets ({readers})")
 
 
 class Sources:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from common.cli import UserError
 from common.console import slow_bar
@@ -19,10 +22,13 @@ from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
+from extras.after.inference.contexts import ContextFlags, Contexts, check_family
 from extras.after.inference.encoder import (
     Encoder,
     EncoderFlags,
     Facts,
+    Progress,
+    Protein,
     Totals,
     check_parts,
     embed,
@@ -65,6 +71,7 @@ class EmbeddingFlags(EncoderFlags):
     )
     proteins_per_part: int = flag(1000, "Proteins in a file; at most so many are lost when the run is stopped.")
     overwrite: bool = flag(False, "Replace existing tables.")
+    context: ContextFlags = field(default_factory=ContextFlags)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     def missing(self) -> Iterator[Missing]:
@@ -82,13 +89,19 @@ class EmbeddingFlags(EncoderFlags):
         if not Path(self.fasta).is_file():
             raise UserError(f"--fasta {self.fasta}: no such file")
         inputs = {"--model_name_or_path": self.model_name_or_path, "--fasta": self.fasta}
+        inputs |= {"--homologs": self.context.homologs, "--homologs_fasta": self.context.homologs_fasta}
         refuse_inputs(Path(self.output_dir) / OUTPUT, inputs)
 
     @property
     def settings(self) -> dict:
         values = asdict(self)
         later = {name: values[name] for name in LATER_SETTINGS if values[name] != getattr(EmbeddingFlags, name)}
-        return {name: value for name, value in values.items() if name in SETTINGS} | later | self.proteins.given
+        return (
+            {name: value for name, value in values.items() if name in SETTINGS}
+            | later
+            | self.proteins.given
+            | (self.context.given)
+        )
 
 
 def with_layers(args: EmbeddingFlags) -> EmbeddingFlags:
@@ -108,7 +121,11 @@ def with_layers(args: EmbeddingFlags) -> EmbeddingFlags:
 def identity(args: EmbeddingFlags) -> dict:
     """What the embeddings are made from, by content: hashes, not paths or dates."""
     hashes = {"model_hash": model_hash(args.model_name_or_path), "fasta_hash": content_hash(args.fasta)}
-    return hashes | args.settings
+    return hashes | args.context.hashes(names_of(args)) | args.settings
+
+
+def names_of(args: EmbeddingFlags) -> Iterator[str]:
+    return (name for name, _ in proteins_of(str(args.fasta), args.proteins))
 
 
 def recorded_form(args: EmbeddingFlags, made_from: dict) -> dict:
@@ -155,12 +172,36 @@ def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: di
     return encoder, totals
 
 
+def embed_part(
+    encoder: Encoder,
+    part: list[Protein],
+    done: Progress,
+    pooling: str | None,
+    layers: Sequence[int],
+    contexts: Contexts | None,
+) -> list[Tensor]:
+    """`embed`; with contexts the mean over those of each protein."""
+    if contexts is None:
+        return embed(encoder, part, done, pooling, layers)
+
+    def share(tokens: int) -> None:
+        done(tokens // len(contexts))
+
+    embedded = []
+    for name, text in part:
+        read = map(encoder.read, contexts.of(name, text.upper()))
+        each = [embed(encoder, [(name, text)], share, pooling, layers, context)[0] for context in read]
+        embedded.append(torch.stack(each).mean(0))
+    return embedded
+
+
 def make_parts(
     args: EmbeddingFlags, world: World, encoder: Encoder, directory: Path, facts: Facts, totals: Totals
 ) -> None:
     """Make this rank's parts, every `world.size`th, except those that exist."""
     with slow_bar(totals.residues, "residues", not world.is_main) as bar:
         seen, residues = 0, 0
+        contexts = Contexts(args.context, encoder, names_of(args)) if args.context.homologs else None
 
         def done(end: int, tokens: int) -> None:
             bar.update(max(0, min(tokens, end - bar.n)))  # tokens are more than residues: windows overlap
@@ -170,7 +211,7 @@ def make_parts(
             residues += sum(len(text) for _, text in part)
             if number % world.size == world.rank and not is_made(path, part, facts):
                 pooling, layers = None if args.per_residue else args.pooling, args.repr_layers or ()
-                embedded = embed(encoder, part, partial(done, residues), pooling, layers)
+                embedded = embed_part(encoder, part, partial(done, residues), pooling, layers, contexts)
                 write_part(table(part, embedded, facts, layers), path)
             bar.update(residues - bar.n)  # with those of parts that exist, or that other ranks make
             seen += len(part)
@@ -190,6 +231,9 @@ def embed_all(args: EmbeddingFlags, world: World) -> None:
 
 def embed_with(args: EmbeddingFlags, world: World) -> None:
     """Make OUTPUT_DIR/embeddings by a model in transformers' files, a directory or a name; all ranks together."""
+    with world.raise_together():
+        if args.context.homologs:
+            check_family(str(args.model_name_or_path))
     with world.on_main_rank() as is_main:
         if is_main:
             identity(with_layers(args))  # reads all files first: the other ranks of the node then use the caches
@@ -197,7 +241,8 @@ def embed_with(args: EmbeddingFlags, world: World) -> None:
         args = with_layers(args)
         made_from = identity(args)
     world.assert_same(made_from)
-    facts = {name.encode(): made_from[name].encode() for name in ("model_hash", "fasta_hash")}
+    hashes = ("model_hash", "fasta_hash", *(["homologs_hash"] if args.context.homologs else []))
+    facts = {name.encode(): made_from[name].encode() for name in hashes}
     facts[b"settings"] = json.dumps(args.settings, sort_keys=True).encode()
     parent, build = Path(args.output_dir), None
     with ExitStack() as stack:
@@ -230,6 +275,8 @@ def embed_with(args: EmbeddingFlags, world: World) -> None:
                 check_parts(directory, -(-totals.proteins // args.proteins_per_part), facts)
                 if content_hash(args.fasta) != made_from["fasta_hash"]:
                     raise UserError(f"--fasta {args.fasta}: changed while it was read: start again")
+                if any(made_from[name] != found for name, found in args.context.hashes(names_of(args)).items()):
+                    raise UserError(f"--homologs {args.context.homologs}: changed while it was read: start again")
                 build.results |= asdict(totals)
                 stack.close()  # publishes
     logger.info("%s proteins of %s residues embedded", f"{totals.proteins:,}", f"{totals.residues:,}")

@@ -116,7 +116,7 @@ class EncoderFlags(Flags):
 
     model_name_or_path: str | None = flag(
         None,
-        "A run's output directory, a checkpoint, or any directory or Hub name of an ESM-2, ESM C or AMPLIFY.",
+        "A run's output directory, a checkpoint, or any directory or Hub name of an ESM-2, ESM C, AMPLIFY or E1.",
     )
     max_seq_length: int = flag(
         1024, "Tokens, <cls> and <eos> included; longer proteins are split into overlapping windows."
@@ -179,18 +179,35 @@ class Encoder:
         if pack:
             yield pack
 
+    @torch.inference_mode()
+    def read(self, homologs: Sequence[bytes]) -> Any:
+        """The context of these homologs, in this order, for `hidden` and `logits`; None for none. Only of a model that
+        reads sets."""
+        if not homologs:
+            return None
+        tokens = [self.alphabet.encode(residues) for residues in homologs]
+        ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)
+        ends = torch.from_numpy(np.cumsum([0, *map(len, tokens)], dtype=np.int32)).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
+            return self.model.read_context(ids, ends)
+
     def hidden(
-        self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None, layers: Sequence[int] = ()
+        self,
+        sequences: Sequence[np.ndarray],
+        done: Progress = lambda tokens: None,
+        layers: Sequence[int] = (),
+        context: Any = None,
     ) -> list[Tensor]:
         """Hidden states after the last LayerNorm, fp32 [length, hidden] for token ids uint8 [length].
 
         done: called after each pack with its number of tokens. layers: those whose output is wanted instead, side by
         side, [length, layers x hidden]; 0 is the embeddings' output, the last one's comes after the last LayerNorm,
-        as transformers' `hidden_states`. UserError if one is NaN or infinite.
+        as transformers' `hidden_states`. context: of `read`, which every sequence follows. UserError if one is NaN or
+        infinite.
         """
         last = self.model.config.num_hidden_layers
         if tuple(layers) in ((), (last,)):
-            return self._run(sequences, True, done)
+            return self._run(sequences, True, done, context=context)
         outputs: dict[int, Tensor] = {}
         modules = [self.model.embeddings, *list(self.model.layers)[:-1], self.model.encoder]
         handles = [
@@ -199,7 +216,7 @@ class Encoder:
             if n in layers
         ]
         try:
-            return self._run(sequences, True, done, of_layers=lambda: [outputs[n] for n in layers])
+            return self._run(sequences, True, done, None, lambda: [outputs[n] for n in layers], context)
         finally:
             for handle in handles:
                 handle.remove()
@@ -209,12 +226,13 @@ class Encoder:
         sequences: Sequence[np.ndarray],
         done: Progress = lambda tokens: None,
         at: Sequence[np.ndarray] | None = None,
+        context: Any = None,
     ) -> list[Tensor]:
         """Logits of ESM-2's 33 tokens, fp32 [length, 33] for token ids uint8 [length]; ESM C has 64, AMPLIFY 27.
 
-        done: as above; at: the indices of each sequence's tokens [n] whose logits are wanted, [n, 33].
+        done, context: as above; at: the indices of each sequence's tokens [n] whose logits are wanted, [n, 33].
         """
-        return self._run(sequences, False, done, at)
+        return self._run(sequences, False, done, at, context=context)
 
     @torch.inference_mode()
     def _run(
@@ -224,6 +242,7 @@ class Encoder:
         done: Progress,
         at: Sequence[np.ndarray] | None = None,
         of_layers: Callable[[], list[Tensor]] | None = None,
+        context: Any = None,
     ) -> list[Tensor]:
         results: list[Tensor | None] = [None] * len(sequences)
         for pack in self.packs([len(sequence) for sequence in sequences]):
@@ -234,7 +253,8 @@ class Encoder:
             ids, ends = ids.to(self.device), ends.to(self.device)
             # No label is set, so that the LM head is skipped.
             without_head = hidden or at is not None
-            options = {"labels": torch.full_like(ids, -100), "output_hidden": True} if without_head else {}
+            options: dict[str, Any] = {"context": context} if context is not None else {}
+            options |= {"labels": torch.full_like(ids, -100), "output_hidden": True} if without_head else {}
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
                 output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **options)
                 packed, rows = output.hidden if hidden else output.logits, lengths
@@ -254,7 +274,8 @@ class Encoder:
         return results
 
     def _refuse(self, sequence: np.ndarray) -> None:
-        begins = "".join(self.alphabet.letters[token] for token in sequence[1:21])
+        first = len(self.alphabet.head)
+        begins = "".join(self.alphabet.letters[token] for token in sequence[first : first + 20])
         raise UserError(
             f"{self.flags.model_name_or_path}: gives NaN or infinity for the sequence {begins}... of {len(sequence)} "
             "tokens: try it without --bf16, or take another checkpoint"
@@ -273,20 +294,22 @@ def embed(
     done: Progress = lambda tokens: None,
     pooling: str | None = None,
     layers: Sequence[int] = (),
+    context: Any = None,
 ) -> list[Tensor]:
     """fp32 [residues, hidden] of each protein, without `<cls>` and `<eos>`; [hidden] with a pooling.
 
-    pooling: "mean" or "max" over residues, or "cls": the `<cls>` of the protein's first window. done, layers: as in
-    `Encoder.hidden`.
+    pooling: "mean" or "max" over residues, or "cls": the `<cls>` of the protein's first window. done, layers, context:
+    as in `Encoder.hidden`.
     """
-    longest = encoder.flags.max_seq_length - 2
+    first = len(encoder.alphabet.head)
+    longest = encoder.flags.max_seq_length - encoder.alphabet.num_special
     parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text), longest)]
     outputs = encoder.hidden(
-        [encoder.alphabet.encode(window.residues_of(proteins[n][1])) for n, window in parts], done, layers
+        [encoder.alphabet.encode(window.residues_of(proteins[n][1])) for n, window in parts], done, layers, context
     )
     pieces: list[list[Tensor]] = [[] for _ in proteins]
     for (n, window), hidden in zip(parts, outputs, strict=True):
-        pieces[n].append(hidden[0] if pooling == "cls" else hidden[1 + window.begin : 1 + window.end])
+        pieces[n].append(hidden[0] if pooling == "cls" else hidden[first + window.begin : first + window.end])
     if pooling == "cls":
         return [of_protein[0] for of_protein in pieces]
     of_residues = [torch.cat(of_protein) for of_protein in pieces]

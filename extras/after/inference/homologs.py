@@ -83,7 +83,7 @@ def read_homologs(path: Path, query: bytes) -> Homologs:
         number = next(n for n, text in enumerate(in_columns) if len(text) != len(in_columns[0]))
         raise UserError(
             f"{where}: row {number + 1} has {len(in_columns[number])} columns, the first {len(in_columns[0])}: "
-            "the rows of an alignment are of one length"
+            f"the rows of an alignment are of one length{'' if aligned else ' (name it .a3m if it is A3M)'}"
         )
     if query not in residues:
         raise UserError(

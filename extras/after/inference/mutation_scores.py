@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -176,6 +177,7 @@ def check_letters(variants: Sequence[Variant], alphabet: Alphabet) -> None:
 
 
 Key = tuple[bytes, int]  # a protein and a position in it
+ContextOf = Callable[[bytes], Any]  # the context (`Encoder.read`) that a protein is read with
 
 
 def log_probabilities(
@@ -184,31 +186,32 @@ def log_probabilities(
     masked: bool,
     done: Progress = lambda tokens: None,
     planned: Progress = lambda tokens: None,
+    context_of: ContextOf | None = None,
 ) -> dict[Key, np.ndarray]:
     """{(protein, position): log-probabilities of the 33 tokens of ESM-2 there, float64 [33]}; NaN for those that the
     model's alphabet lacks.
 
     Each position is read in the window whose centre is nearest. masked: one pass per position, with it masked; else
     one pass per window, with nothing masked. done: as in `Encoder.logits`; planned: called first, with the number
-    of tokens to come.
+    of tokens to come. context_of: called once a protein; without it proteins are read alone.
     """
     of_protein: dict[bytes, set[int]] = {}
     for protein, position in positions:
         of_protein.setdefault(protein, set()).add(position)
     passes: dict[Pass, list[int]] = {}
     for protein, wanted in of_protein.items():
-        parts = list(windows(len(protein), encoder.flags.max_seq_length - 2))
+        parts = list(windows(len(protein), encoder.flags.max_seq_length - encoder.alphabet.num_special))
         ends = [window.start + window.end for window in parts]
         for position in sorted(wanted):
             window = parts[bisect_right(ends, position)]
             passes.setdefault(Pass(protein, window, position if masked else None), []).append(position)
-    planned(sum(key.window.length + 2 for key in passes))
+    planned(sum(key.window.length + encoder.alphabet.num_special for key in passes))
     log_probs: dict[Key, np.ndarray] = {}
     alphabet = encoder.alphabet
-    for group in in_parts(passes, GROUP):
-        in_window = [np.array(passes[key]) + 1 - key.window.start for key in group]
+    for context, group in _groups(passes, context_of):
+        in_window = [np.array(passes[key]) + len(alphabet.head) - key.window.start for key in group]
         tokens = [_tokens(key, alphabet) for key in group]
-        for key, logits in zip(group, encoder.logits(tokens, done, in_window), strict=True):
+        for key, logits in zip(group, encoder.logits(tokens, done, in_window, context), strict=True):
             rows = torch.log_softmax(logits.double(), -1).numpy()
             if alphabet.prepared is not None:
                 ids = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size))
@@ -217,17 +220,28 @@ def log_probabilities(
     return log_probs
 
 
+def _groups(passes: Iterable[Pass], context_of: ContextOf | None) -> Iterator[tuple[Any, list[Pass]]]:
+    """(context, at most `GROUP` passes that follow it). passes: those of a protein one after another."""
+    if context_of is None:
+        yield from ((None, group) for group in in_parts(passes, GROUP))
+        return
+    for protein, of_protein in groupby(passes, lambda key: key.protein):
+        context = context_of(protein)
+        yield from ((context, group) for group in in_parts(of_protein, GROUP))
+
+
 def score(
     encoder: Encoder,
     variants: Sequence[Variant],
     masked: bool,
     done: Progress = lambda tokens: None,
     planned: Progress = lambda tokens: None,
+    context_of: ContextOf | None = None,
 ) -> list[float]:
     """The variants' scores: the sums of log p(mutant) - log p(wild type), as of `log_probabilities`."""
     check_letters(variants, encoder.alphabet)
     wanted = ((protein, mutation.position) for protein, mutations in variants for mutation in mutations)
-    log_p = log_probabilities(encoder, wanted, masked, done, planned)
+    log_p = log_probabilities(encoder, wanted, masked, done, planned, context_of)
 
     def of(protein: bytes, mutation: Mutation) -> float:
         row = log_p[protein, mutation.position]
@@ -242,6 +256,7 @@ def single_mutants(
     masked: bool,
     done: Progress = lambda tokens: None,
     planned: Progress = lambda tokens: None,
+    context_of: ContextOf | None = None,
 ) -> list[np.ndarray]:
     """The scores of all single mutants of each protein, float64 [length, 20] in the order of `RESIDUES`; NaN where the
     wild type is no amino acid."""
@@ -249,7 +264,7 @@ def single_mutants(
     wild = {protein: BYTE_TO_ID[np.frombuffer(protein, np.uint8)] for protein in proteins}
     known = {protein: np.isin(ids, list(WILD_TYPES)) for protein, ids in wild.items()}
     wanted = ((protein, int(n)) for protein, is_known in known.items() for n in np.flatnonzero(is_known))
-    log_p = log_probabilities(encoder, wanted, masked, done, planned)
+    log_p = log_probabilities(encoder, wanted, masked, done, planned, context_of)
     columns = [int(BYTE_TO_ID[ord(letter)]) for letter in RESIDUES]
     matrices = []
     for protein in proteins:
@@ -264,5 +279,5 @@ def single_mutants(
 def _tokens(key: Pass, alphabet: Alphabet) -> np.ndarray:
     tokens = alphabet.encode(key.window.residues_of(key.protein))
     if key.masked is not None:
-        tokens[1 + key.masked - key.window.start] = alphabet.mask
+        tokens[len(alphabet.head) + key.masked - key.window.start] = alphabet.mask
     return tokens
