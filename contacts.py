@@ -20,6 +20,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ from common.cli import UserError, run
 from common.files.content_hash import content_hash, content_hashes
 from common.files.safe_files import file_name
 from common.flags import Flags, Missing, flag, parse_arguments
+from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_hash
 from extras.after.downstream.contact_picture import draw
 from extras.after.downstream.contacts import (
     LEAST,
     SEPARATION,
+    Features,
     Head,
-    attention_features,
+    chain_features,
     fit,
     head_of,
     mean_precisions,
@@ -49,11 +52,14 @@ from extras.after.downstream.contacts import (
 from extras.after.downstream.outputs import Manifest, claimed
 from extras.after.downstream.results import RESULTS, to_open
 from extras.after.downstream.structures import LONGEST, Chain, read_structures, structure_files
+from extras.after.inference.contexts import ContextFlags, Contexts, check_family
+from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
 from extras.prepare.sources.proteins import ProteinFlags, read_proteins
 
 logger = logging.getLogger(__name__)
 TABLE = "contacts.csv"
+MOST_SPECIAL = 4  # tokens around a chain's residues
 
 
 @dataclass
@@ -61,7 +67,7 @@ class Arguments(Flags):
     required = ("model_name_or_path", "structures", "fasta", "output_dir")
 
     model_name_or_path: str | None = flag(
-        None, "A run's output directory, a checkpoint, or any directory or Hub name of an EsmForMaskedLM."
+        None, "A run's output directory, a checkpoint, or any directory or Hub name of an EsmForMaskedLM or an E1."
     )
     structures: str | None = flag(None, "A directory of PDB or mmCIF files, plain or gzipped.")
     fasta: str | None = flag(None, "Proteins to predict contacts of; the structures are then only fitted to.")
@@ -70,6 +76,7 @@ class Arguments(Flags):
     maps: int = flag(10, "Draw at most so many maps.")
     overwrite: bool = flag(False, "Replace an earlier output there; other files in OUTPUT_DIR stay.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
+    context: ContextFlags = field(default_factory=ContextFlags)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
     def missing(self) -> Iterator[Missing]:
@@ -106,15 +113,16 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def choose_head(args: Arguments, model: Any, chains: list[Chain]) -> tuple[Head, list[Chain], str]:
-    """(the head, the chains to evaluate it on, where the head is from)."""
-    own = head_of(model)
+def choose_head(
+    args: Arguments, own: Head | None, features_of: Features, chains: list[Chain]
+) -> tuple[Head, list[Chain], str]:
+    """(the head, the chains to evaluate it on, where the head is from). own: the model's."""
     if own is not None and not args.fit:
         return own, unseen(own, chains, str(args.structures)), "the model's own"
     if args.fit is False:
         raise UserError("--fit False: the model has no fitted contact head: leave the flag out, to fit one")
     fitted_on, evaluated_on = split(chains)
-    head = fit(model, fitted_on)
+    head = fit(features_of, fitted_on)
     return head, evaluated_on, f"fitted on {len(fitted_on)} chains, C {head.strength:g}"
 
 
@@ -131,13 +139,15 @@ def unseen(head: Head, chains: list[Chain], where: str) -> list[Chain]:
     return found
 
 
-def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
+def evaluate(
+    args: Arguments, own: Head | None, features_of: Features, chains: list[Chain], directory: Path
+) -> dict[str, Any]:
     """Tables and maps of --structures; returns the content of results.json."""
-    head, chains, source = choose_head(args, model, read_structures(str(args.structures)))
+    head, chains, source = choose_head(args, own, features_of, chains)
     taken: set[str] = set()
     rows, found, drawn = [], [], []
     for chain in console.each(chains, "chains"):
-        probabilities = head.probabilities(attention_features(model, chain.ids))
+        probabilities = head.probabilities(features_of(chain))
         found.append(precisions(chain, probabilities))
         counts = {"residues": len(chain.sequence), "resolved": chain.resolved}
         rows.append({"chain": chain.name} | counts | found[-1])
@@ -151,23 +161,24 @@ def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
     return {"chains": len(chains), "head": source, "stderr_over": "chains"} | means
 
 
-def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
+def predict(
+    args: Arguments, own: Head | None, features_of: Features, chains: list[Chain], directory: Path
+) -> dict[str, Any]:
     """Tables and maps of --fasta; returns the content of results.json."""
-    head, source = head_of(model), "the model's own"
+    head, source = own, "the model's own"
     if head is not None and not args.fit:
         if args.structures:
             logger.warning("--structures %s: not read, as the model has a head: --fit fits another", args.structures)
     elif args.structures:
-        head, _, source = choose_head(args, model, read_structures(args.structures))
+        head, _, source = choose_head(args, own, features_of, read_structures(args.structures))
     else:
         raise UserError(
             f"{args.model_name_or_path}: no fitted contact head: give --structures DIR too, to fit one; or train with "
             "--eval_contacts"
         )
     taken: set[str] = set()
-    chains = proteins_of(str(args.fasta), args.proteins)
     for number, chain in enumerate(console.each(chains, "proteins")):
-        probabilities = head.probabilities(attention_features(model, chain.ids))
+        probabilities = head.probabilities(features_of(chain))
         i, j = np.triu_indices(len(chain.sequence), SEPARATION)
         likeliest = np.argsort(-probabilities[i, j], kind="stable")[: len(chain.sequence)]
         name = file_name(chain.name, taken)
@@ -189,36 +200,64 @@ def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
     return {"proteins": len(chains), "head": source}
 
 
-def identity(args: Arguments, model: str) -> dict[str, Any]:
-    """What decides the result: the flags, and the content of model, structures and FASTA file."""
+def identity(args: Arguments, model: str, chains: list[Chain]) -> dict[str, Any]:
+    """What decides the result: the flags, and the content of model, structures, FASTA file and homologs."""
     made_from: dict[str, Any] = {"script": "contacts.py", "fit": args.fit, "maps": args.maps} | args.proteins.given
     made_from["model_hash"] = model_hash(model)
     if args.structures:
         paths = structure_files(args.structures)
         hashes = content_hashes(paths)
         made_from["structures"] = {path.name: digest for path, digest in zip(paths, hashes, strict=True)}
+    made_from |= args.context.given | args.context.hashes(chain.name for chain in chains)
     return made_from | ({"fasta": content_hash(args.fasta)} if args.fasta else {})
+
+
+def check_model(args: Arguments, name: str) -> None:
+    """UserError for a model whose attention maps are not read, and for homologs with a model of single proteins."""
+    if args.context.homologs:
+        check_family(name)
+    if not encoder_family(name).reads_sets:
+        from extras.after.downstream.stock_model import check_esm2
+
+        check_esm2(name)
+
+
+def load(args: Arguments, name: str, device: torch.device, chains: list[Chain]) -> tuple[Head | None, Features]:
+    """(the model's own head, the features of a chain): of these chains with their homologs."""
+    if not encoder_family(name).reads_sets:
+        from extras.after.downstream.stock_model import read_stock_model
+
+        model = read_stock_model(name, device)
+        return head_of(model), partial(chain_features, model)
+    from extras.after.downstream.set_contacts import SetFeatures
+
+    flags = EncoderFlags(name, max_seq_length=LONGEST + MOST_SPECIAL, use_cpu=args.use_cpu)
+    encoder = Encoder(flags, device)
+    if not args.context.homologs:
+        return None, SetFeatures(encoder)
+    return None, SetFeatures(encoder, Contexts(args.context, encoder, [chain.name for chain in chains]), chains)
 
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    from extras.after.downstream.stock_model import read_stock_model
-
     directory = Path(str(args.output_dir))
     inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "structures", "fasta")}
+    inputs |= {"--homologs": args.context.homologs, "--homologs_fasta": args.context.homologs_fasta}
     earlier = Manifest.of_earlier(directory, "head", TABLE)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
     with ExitStack() as stack:
         name = exported(str(args.model_name_or_path), stack)
-        made_from = identity(args, name)
+        check_model(args, name)
+        chains = proteins_of(args.fasta, args.proteins) if args.fasta else read_structures(str(args.structures))
+        made_from = identity(args, name, chains)
         output = stack.enter_context(claimed(directory, inputs, made_from, args.overwrite, earlier))
         if output is None:
             return
-        model = read_stock_model(name, device)
-        with output.replaced() as partial:
-            results = (predict if args.fasta else evaluate)(args, model, partial)
+        head, features_of = load(args, name, device, chains)
+        with output.replaced() as temporary:
+            results = (predict if args.fasta else evaluate)(args, head, features_of, chains, temporary)
             about = {"arguments": asdict(args), "model_hash": made_from["model_hash"]}
-            (partial / RESULTS).write_text(json.dumps(results | about, indent=2) + "\n")
+            (temporary / RESULTS).write_text(json.dumps(results | about, indent=2) + "\n")
     logger.info("Written: %s", to_open(directory))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from common.models.esm2.config import Esm2Config, load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.esm2.model import build_model
 from common.models.layers.config_base import override
-from extras.after.downstream.contacts import attention_features, fit, mean_precisions, pairs, precisions, split
+from extras.after.downstream.contacts import chain_features, fit, mean_precisions, pairs, precisions, split
 from extras.after.downstream.stock_model import stock_model
 from extras.after.downstream.structures import LONGEST, Chain, read_structures
 from extras.prepare.synthetic_structures import COIL_TURN
@@ -87,8 +88,8 @@ def untrained_model(config: Esm2Config, seed: int) -> Any:
 
 def fitted(model: Any, fitted_on: Sequence[Chain]) -> Scores:
     """The probabilities of a head fitted on these chains."""
-    head = fit(model, fitted_on)
-    return lambda chain: head.probabilities(attention_features(model, chain.ids))
+    head = fit(partial(chain_features, model), fitted_on)
+    return lambda chain: head.probabilities(chain_features(model, chain))
 
 
 def main() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 1 << 30)}
 TOP = {"p_at_l": 1, "p_at_l2": 2, "p_at_l5": 5}  # precision of the L / n likeliest pairs, of L resolved residues
 STRENGTHS = (0.15, 1.5, 15.0, 150.0)  # C; the first is ESM-2's
 HEAD = "esm.contact_head.regression"
+Features = Callable[[Chain], np.ndarray]  # float32 [L, L, layers x heads], as `attention_features`
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,22 @@ def attention_features(model: Any, ids: np.ndarray) -> np.ndarray:
     """
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
     layers = model.esm(tokens, output_attentions=True).attentions
-    maps = torch.stack([layer[0, :, 1:-1, 1:-1].float() for layer in layers]).flatten(0, 1)  # [C, L, L]
+    return corrected(torch.stack([layer[0, :, 1:-1, 1:-1].float() for layer in layers]).flatten(0, 1))
+
+
+def corrected(maps: Tensor) -> np.ndarray:
+    """Attention maps [C, L, L] symmetrised and without the average product: float32 [L, L, C]. UserError for NaN or
+    infinity."""
     maps = maps + maps.transpose(1, 2)
     product = maps.sum(2, keepdim=True) * maps.sum(1, keepdim=True)
     maps = maps - product / maps.sum((1, 2), keepdim=True)
     if not maps.isfinite().all():
         raise UserError("the model's attention is NaN or infinite: its training diverged: take an earlier checkpoint")
     return maps.permute(1, 2, 0).cpu().numpy()
+
+
+def chain_features(model: Any, chain: Chain) -> np.ndarray:
+    return attention_features(model, chain.ids)
 
 
 def pairs(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -96,7 +107,7 @@ def split(chains: Sequence[Chain]) -> tuple[list[Chain], list[Chain]]:
     return ordered[:fitted], ordered[fitted:]
 
 
-def fit(model: Any, chains: Sequence[Chain]) -> Head:
+def fit(features_of: Features, chains: Sequence[Chain]) -> Head:
     """The regression, with C = 0.15; where that leaves no weight, as for a model that has barely trained, the first
     larger one of `STRENGTHS` that does. UserError if the chains have no contact."""
     from sklearn.linear_model import LogisticRegression
@@ -104,7 +115,7 @@ def fit(model: Any, chains: Sequence[Chain]) -> Head:
     features, labels = [], []
     for chain in chains:
         i, j, contact = pairs(chain)
-        features.append(attention_features(model, chain.ids)[i, j])
+        features.append(features_of(chain)[i, j])
         labels.append(contact)
     x, y = np.concatenate(features), np.concatenate(labels)
     if not 0 < y.sum() < len(y):
@@ -216,11 +227,9 @@ class ContactEvaluation:
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """`eval_contacts_*` of a stock model with eager attention."""
-        self.head = fit(model, self.fitted_on)
-        each = [
-            precisions(chain, self.head.probabilities(attention_features(model, chain.ids)))
-            for chain in self.evaluated_on
-        ]
+        features_of = partial(chain_features, model)
+        self.head = fit(features_of, self.fitted_on)
+        each = [precisions(chain, self.head.probabilities(features_of(chain))) for chain in self.evaluated_on]
         means = mean_precisions(each)
         logger.info("Contacts: %s", summary(each))
         return {f"eval_contacts_{name}": value for name, value in means.items()}

@@ -46,8 +46,13 @@ def stock_model(config: Any, pieces: Iterable[tuple[str, Tensor]], device: torch
 def read_stock_model(name: str, device: torch.device) -> Any:
     """transformers' ESM-2 of a directory or a name on the Hub, in fp32. UserError for another model, and for missing,
     unknown or misshapen tensors."""
-    if encoder_family(name) is not family_of("esm"):
-        raise UserError(f"{name}: only ESM-2 has a contact head in transformers: give one of its models")
+    check_esm2(name)
     config = load_config(name)
     ours, extras = ADAPTER.read(name, config)
     return stock_model(config, ADAPTER.to_hf(dict(ours).__getitem__, config, extras), device)
+
+
+def check_esm2(name: str) -> None:
+    """UserError for a model of another family."""
+    if encoder_family(name) is not family_of("esm"):
+        raise UserError(f"{name}: only ESM-2 has a contact head in transformers: give one of its models")

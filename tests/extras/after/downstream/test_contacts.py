@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from extras.after.downstream.contacts import (
     SEPARATION,
     TOP,
     attention_features,
+    chain_features,
     fit,
     mean_precisions,
     pairs,
@@ -62,7 +64,7 @@ def stock_features(model, chain: Chain) -> torch.Tensor:
 
 def test_fit_equals_scikit_learn_on_transformers_attentions(structures, untrained):
     chains = read_structures(str(structures))[:3]
-    head = fit(read_stock_model(str(untrained), CPU), chains)
+    head = fit(partial(chain_features, read_stock_model(str(untrained), CPU)), chains)
     stock = EsmForMaskedLM.from_pretrained(untrained, attn_implementation="eager")
     x, y = [], []
     for chain in chains:
@@ -131,7 +133,7 @@ def test_split_depends_on_sequences_alone_and_needs_three():
 def test_untrained_model_predicts_contacts_no_better_than_their_distance_along_the_chain(structures, untrained):
     fitted, evaluated = split(read_structures(str(structures)))
     model = read_stock_model(str(untrained), CPU)
-    head = fit(model, fitted)
+    head = fit(partial(chain_features, model), fitted)
     found = [precisions(chain, head.probabilities(attention_features(model, chain.ids))) for chain in evaluated]
     means = mean_precisions(found)
     assert means["long_p_at_l"] < 2 * means["long_nearest_p_at_l"]
@@ -158,7 +160,7 @@ def test_run_exports_the_head_it_fitted_and_trains_as_without(dataset, structure
     with torch.no_grad():
         theirs = stock.predict_contacts(tokens["input_ids"], tokens["attention_mask"])[0].numpy()
     model = read_stock_model(str(directory), CPU)
-    head = fit(model, split(read_structures(str(structures)))[0])
+    head = fit(partial(chain_features, model), split(read_structures(str(structures)))[0])
     np.testing.assert_allclose(theirs, head.probabilities(attention_features(model, chain.ids)), atol=1e-5)
     fitted_on, _ = split(read_structures(str(structures)))
     identities = {hashlib.sha256(chain.sequence.encode()).hexdigest()[:16] for chain in fitted_on}
@@ -249,7 +251,7 @@ def test_contacts_script_writes_tables_and_maps(structures, untrained, tmp_path)
     with png.with_suffix(".csv").open() as file:
         first = next(csv.DictReader(file))
     model = read_stock_model(str(untrained), CPU)
-    head = fit(model, split(read_structures(str(structures)))[0])
+    head = fit(partial(chain_features, model), split(read_structures(str(structures)))[0])
     chain = Chain("a", "MKTAYIAKQRQISFVKSHFSRQ", np.full((22, 3), np.nan, np.float32))
     expected = head.probabilities(attention_features(model, chain.ids))[int(first["i"]) - 1, int(first["j"]) - 1]
     assert float(first["probability"]) == pytest.approx(expected, abs=1e-5)
