@@ -61,7 +61,6 @@ class Family(ABC):
     """
 
     task = "mlm"  # or "clm": what trains it
-    reads_sets = False  # whether sequences may attend to others of their set (extras.families.sets)
     continues = ""  # model_type of a family whose models --model_type makes its own, with more parameters
     alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
 

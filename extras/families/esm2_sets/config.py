@@ -27,6 +27,7 @@ class EsmSetsConfig(Esm2Config):
     fingerprint_fields = (*Esm2Config.fingerprint_fields, "set_every", "rope_theta_global")
     # No parameter depends on them.
     max_num_sequences: ClassVar[int] = 1 << 30
+    max_num_positions_within_seq: ClassVar[int] = 1 << 30
     max_num_positions_global: ClassVar[int] = 1 << 30
     is_of_esm2 = False  # no field: whether it was read from a model without attention over sets
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.cli import UserError
 from common.models.esm2.model import Encoder
 from common.models.layers.attention import Layout, rotary_tables
 from common.models.layers.residual import Model, total
+from extras.families.sets.cp import CpSetLayout
 from extras.families.sets.layout import Context, SetLayout
 
 Inputs = tuple[tuple[Tensor, Tensor], Layout | None]  # cosines and sines, and the layout: of an attention
@@ -39,6 +41,7 @@ class SetEncoder(Encoder):
         value repeated; None: each sequence is a set of its own. context: what all sequences follow; or, still empty,
         what the first set is to fill. UserError for a set beyond the model's limits.
         """
+        check_limits(self.config, sets, context)
         to_prepare, own = (len(x), cu_seqlens, max_seqlen, self.head_dim), None
         if cp_pack is None:
             rotary, max_seqlen = self.prepare(*to_prepare)
@@ -46,8 +49,8 @@ class SetEncoder(Encoder):
         else:
             assert self.prepare_shared is not None, "a model takes its share of packs once it is in a group of ranks"
             rotary, max_seqlen, own = self.prepare_shared(*to_prepare, cp_pack)
-            layout = own.of_sets(sets)
-        check_limits(self.config, layout.table, None if sets is not None else context)
+            positions = F.pad(cp_pack.positions, (0, len(x) - len(cp_pack.positions)))
+            layout = CpSetLayout(own, positions, sets)
         across = rotary_tables(layout.positions, self.head_dim, self.config.rope_theta_global)
         stream, number = self.begin(self.numbered(x, layout.numbers)), 0
         for n, layer in enumerate(self.layers.in_turn()):
@@ -89,12 +92,14 @@ class SetModel(Model):
         return context
 
 
-def check_limits(config: Any, table: Tensor, context: Context | None) -> None:
-    """UserError for a set that has more sequences or tokens than the model's may. table: of the layout; context: what
-    all sets follow, whose last tokens are not counted, as fillers are among them."""
-    bounds, of_sets = table
-    sequences, tokens = int(of_sets.diff().max()), int(bounds[of_sets].diff().max())
-    if context is not None:
+def check_limits(config: Any, sets: Tensor | None, context: Context | None) -> None:
+    """UserError for a set that has more sequences or tokens than the model's may. context: which a sequence follows,
+    unless `sets` are given."""
+    sequences = tokens = 0
+    if sets is not None:
+        bounds, of_sets = sets.cpu().long()
+        sequences, tokens = int(of_sets.diff().max()), int(bounds[of_sets].diff().max())
+    elif context is not None:
         sequences, tokens = context.sequences + 1, context.tokens + 1
     limits = (config.max_num_sequences, "sequences"), (config.max_num_positions_global, "tokens")
     for found, (most, what) in zip((sequences, tokens), limits, strict=True):
