@@ -41,6 +41,11 @@ class TokenSet:
     replacements: tuple[int, ...]
 
     @property
+    def num_head(self) -> int:
+        """Tokens before the first residue."""
+        return 1
+
+    @property
     def stored(self) -> "TokenSet":
         """The alphabet of the prepared data on disk."""
         return self

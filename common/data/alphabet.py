@@ -40,6 +40,10 @@ class Alphabet(TokenSet):
         return *self.before_end, self.end
 
     @property
+    def num_head(self) -> int:
+        return len(self.head)
+
+    @property
     def num_special(self) -> int:
         """Tokens of a sequence that are no residues."""
         return len(self.head) + len(self.tail)

@@ -80,10 +80,11 @@ def mask_tokens(
     each crop begins; lengths: int64 [n], T in sum. Returns input ids uint8 [T] and labels int64 [T], the original id
     where a token was selected and -100 elsewhere.
     """
-    # A token is hashed by its position in the whole sequence, so that every crop masks the same residues:
-    # state = hash(record) + position * GAMMA, with position = start + (index in the batch - index of the crop).
+    # A residue is hashed by its number in the protein, from 1, so that every crop and family masks the same ones:
+    # state = hash(record) + number * GAMMA, with number = start + (index in the batch - index of the crop) - more.
     state = hash_counters(derive_key(seed, epoch, MASKING), records)
-    state += (starts - (np.cumsum(lengths) - lengths)).astype(np.uint64) * np.uint64(GAMMA)
+    more = tokens.num_head - 1
+    state += (starts - (np.cumsum(lengths) - lengths) - more).astype(np.uint64) * np.uint64(GAMMA)
     hashes = np.repeat(state, lengths)
     hashes += np.arange(len(ids), dtype=np.uint64) * np.uint64(GAMMA)
     hashes = mix(hashes)
