@@ -52,7 +52,7 @@ from extras.after.downstream.contacts import (
 from extras.after.downstream.outputs import Manifest, claimed
 from extras.after.downstream.results import RESULTS, to_open
 from extras.after.downstream.structures import LONGEST, Chain, read_structures, structure_files
-from extras.after.inference.contexts import ContextFlags, Contexts, check_family
+from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
 from extras.prepare.sources.proteins import ProteinFlags, read_proteins
@@ -235,7 +235,8 @@ def load(args: Arguments, name: str, device: torch.device, chains: list[Chain]) 
     encoder = Encoder(flags, device)
     if not args.context.homologs:
         return None, SetFeatures(encoder)
-    return None, SetFeatures(encoder, Contexts(args.context, encoder, [chain.name for chain in chains]), chains)
+    sources = Sources(args.context, [chain.name for chain in chains])
+    return None, SetFeatures(encoder, Contexts(args.context, encoder, sources.of), chains)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
 from extras.after.downstream.outputs import Manifest, Output, claimed, locked_file, writing
 from extras.after.downstream.results import to_open
-from extras.after.inference.contexts import ContextFlags, Contexts, check_family, mean_over
+from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family, mean_over
 from extras.after.inference.correlation import Correlation, as_table, correlations
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
@@ -293,7 +293,7 @@ def load(
     encoder = Encoder(replace(args, model_name_or_path=model))
     contexts: list[ContextOf | None] = [None]
     if args.context.homologs:
-        contexts = [*Contexts(args.context, encoder, proteins).readers(proteins)]
+        contexts = [*Contexts(args.context, encoder, Sources(args.context, proteins).of).readers(proteins)]
     now = input_hashes(args) | {"model_hash": model_hash(model)} | args.context.hashes(proteins)
     if any(made_from[name] != digest for name, digest in now.items()):
         inputs = " or ".join(f"--{name}" for name in [*args.inputs, *(["homologs"] if args.context.homologs else [])])

@@ -94,6 +94,11 @@ EVALUATION = [
     ("eval_contacts_<range>_chance", "fraction", "of all pairs of the range"),
     ("eval_mutations_<file>_masked", "", "`--eval_mutations`: Spearman's correlation, masked marginals"),
     ("eval_mutations_<file>_wild_type", "", "the same, wild-type marginals"),
+    (
+        "eval_mutations_<file>_masked_homologs",
+        "",
+        "the same with `<file>.a3m`, of models that read sets; also wild_type",
+    ),
     *(
         (f"eval_probe_<file>_{baseline}{name}", unit, f"{of}{meaning}")
         for baseline, of in (("", "`--eval_probe`: "), ("baseline_", "of a probe of the composition: "))

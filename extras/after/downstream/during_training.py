@@ -22,10 +22,12 @@ class Evaluation(Protocol):
         ...
 
 
-def evaluations(flags: Any, longest: int, alphabet: Alphabet = ESM2_TOKENS) -> list[Evaluation]:
+def evaluations(
+    flags: Any, longest: int, alphabet: Alphabet = ESM2_TOKENS, reads_sets: bool = False
+) -> list[Evaluation]:
     """The evaluations that the flags (`DownstreamFlags`) ask for. UserError for bad input.
 
-    longest: tokens that the model takes; alphabet: its own.
+    longest: tokens that the model takes; alphabet: its own; reads_sets: whether it reads homologs.
     """
     chosen: list[Evaluation] = []
     if flags.eval_contacts:
@@ -35,7 +37,7 @@ def evaluations(flags: Any, longest: int, alphabet: Alphabet = ESM2_TOKENS) -> l
     if flags.eval_mutations:
         from extras.after.downstream.mutations import MutationEvaluation
 
-        chosen.append(MutationEvaluation(flags.eval_mutations, longest, alphabet))
+        chosen.append(MutationEvaluation(flags.eval_mutations, longest, alphabet, reads_sets))
     if flags.eval_probe:
         from extras.after.downstream.probes import ProbeEvaluation
 
@@ -56,7 +58,8 @@ class Downstream:
             raise UserError(f"--eval_contacts: {task.family.title} has no contact head in transformers: drop the flag")
         with self.world.on_main_rank() as is_main:
             if is_main:
-                self.made = evaluations(flags, config.max_position_embeddings - 2, alphabet)
+                longest = config.max_position_embeddings - 2
+                self.made = evaluations(flags, longest, alphabet, task.family.reads_sets)
 
     def evaluate(self, gather: Callable[[Tensor], Tensor], step: int) -> dict[str, float]:
         """Results of the weights after `step` steps, on all ranks; `gather` makes a parameter whole."""

@@ -34,6 +34,7 @@ from extras.prepare.sources.compression import strip_compression
 
 logger = logging.getLogger(__name__)
 ENDINGS = (".a3m", ".a2m", ".fasta", ".fa", ".fas")  # of files ID.a3m in a directory
+HomologsOf = Callable[[str, bytes], Homologs]
 # Of E1's authors: 15 contexts are all pairs of these.
 CONTEXT_TOKENS = (7168, 14336, 21504)
 MAX_SIMILARITY = (1.0, 0.95, 0.9, 0.7, 0.5)
@@ -204,10 +205,10 @@ def draw(homologs: Homologs, tokens: np.ndarray, setting: Setting, seed: Sequenc
 class Contexts:
     """Draws and reads contexts for an encoder's proteins. UserError for a budget that the model has no positions for.
 
-    names: of all proteins.
+    homologs_of: of a protein's name and residues, as `Sources.of`.
     """
 
-    def __init__(self, flags: ContextFlags, encoder: Encoder, names: Iterable[str]):
+    def __init__(self, flags: ContextFlags, encoder: Encoder, homologs_of: HomologsOf):
         self.encoder, self.settings, self.seed = encoder, flags.settings, flags.seed
         config = encoder.model.config
         self.most, self.longest = config.max_num_sequences - 1, config.max_position_embeddings
@@ -218,14 +219,14 @@ class Contexts:
                 f"--context_tokens {budget}: the model reads {whole:,} tokens, {left:,} of them beside the protein "
                 f"(--max_seq_length {encoder.flags.max_seq_length}): lower one"
             )
-        self.sources = Sources(flags, names)
+        self.homologs_of = homologs_of
 
     def __len__(self) -> int:
         return len(self.settings)
 
     def of(self, name: str, protein: bytes) -> list[list[bytes]]:
         """The homologs' residues of each context of a protein, some perhaps empty. Says what is left out."""
-        homologs = self.sources.of(name, protein)
+        homologs = self.homologs_of(name, protein)
         tokens = np.array([len(text) + self.encoder.alphabet.num_special for text in homologs.residues], np.int64)
         fits = tokens <= min(self.longest, max(each.tokens for each in self.settings))
         if not fits.all():

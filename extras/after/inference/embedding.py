@@ -22,7 +22,7 @@ from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
-from extras.after.inference.contexts import ContextFlags, Contexts, check_family
+from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
 from extras.after.inference.encoder import (
     Encoder,
     EncoderFlags,
@@ -201,7 +201,9 @@ def make_parts(
     """Make this rank's parts, every `world.size`th, except those that exist."""
     with slow_bar(totals.residues, "residues", not world.is_main) as bar:
         seen, residues = 0, 0
-        contexts = Contexts(args.context, encoder, names_of(args)) if args.context.homologs else None
+        contexts = None
+        if args.context.homologs:
+            contexts = Contexts(args.context, encoder, Sources(args.context, names_of(args)).of)
 
         def done(end: int, tokens: int) -> None:
             bar.update(max(0, min(tokens, end - bar.n)))  # tokens are more than residues: windows overlap

@@ -59,13 +59,13 @@ def weights_of(rows: np.ndarray) -> np.ndarray:
     return 1 / counts
 
 
-def read_homologs(path: Path, query: bytes) -> Homologs:
+def read_homologs(path: Path, query: bytes, given: str = "--homologs") -> Homologs:
     """Those of an alignment or a FASTA file, without rows that are or contain the query, which are counted.
 
-    query: upper case. UserError for an alignment without the query or with rows of unequal length, and for any record
-    that is no protein.
+    query: upper case; given: the flag, for messages. UserError for an alignment without the query or with rows of
+    unequal length, and for any record that is no protein.
     """
-    where, aligned = f"--homologs {path}", is_alignment(path.name)
+    where, aligned = f"{given} {path}", is_alignment(path.name)
     cleaner = Cleaner(where, "remove", aligned=aligned)
     residues = [text.upper() for _, text in read_fasta(path, cleaner=cleaner)]
     if cleaner.changes.unknown:
@@ -88,7 +88,7 @@ def read_homologs(path: Path, query: bytes) -> Homologs:
     if query not in residues:
         raise UserError(
             f"{where}: no row is the query ({len(query)} residues, {query[:20].decode('latin-1')}...): search with "
-            "the protein of --fasta itself, or add it as a row"
+            "this protein itself, or add it as a row"
         )
     return _others(where, _of_alignment(where, residues, in_columns, residues.index(query)), query)
 

@@ -8,14 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import spearmanr
 
 import score as script
 from common.cli import UserError
 from common.files.safe_files import read_json_lines
 from extras.after.downstream.mutations import MOST, MutationEvaluation, read_table
-from extras.after.inference.mutation_scores import RESIDUES
+from extras.after.downstream.stock_model import Tensors
+from extras.after.inference.contexts import ContextFlags, Contexts
+from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.homologs import read_homologs
+from extras.after.inference.mutation_scores import RESIDUES, score
+from extras.families.e1.alphabet import ALPHABET
+from extras.families.e1.config import e1_config
 from tests.data_fixtures import call, write_fasta
+from tests.extras.families.e1.reference import Reference
 from tests.forked import run_script
 from tests.training_fixtures import environment, flags_of
 
@@ -106,3 +114,28 @@ def test_evaluation_refuses_two_tables_of_one_name(tmp_path):
     paths = [str(write_gym(where / "x.csv")) for where in (tmp_path, tmp_path / "more")]
     with pytest.raises(UserError, match="two files are named x: rename one"):
         MutationEvaluation(paths, 1024)
+
+
+def test_evaluation_reads_homologs_beside_the_table(tmp_path):
+    """Of a family that reads sets: as scores by hand, means over its two contexts."""
+    config = e1_config(3, 32, 4, 48)
+    stock = Tensors(config, Reference(config).state_dict(), torch.device("cpu"))
+    gym = write_gym(tmp_path / "gym.csv")
+    rows = [("query", WILD_TYPE), ("half", WILD_TYPE[:11] + "W" * 11), ("most", WILD_TYPE[:14] + "G" * 8)]
+    write_fasta(tmp_path / "gym.a3m", rows)
+    found = MutationEvaluation([str(gym)], 200, ALPHABET, reads_sets=True).evaluate(stock)
+    encoder = Encoder(EncoderFlags("it", max_seq_length=200), stock.device, stock)
+    table = read_table(gym)
+    families = read_homologs(tmp_path / "gym.a3m", WILD_TYPE.encode())
+    flags = ContextFlags(contexts=2, context_tokens=[4096], max_similarity=[0.95, 0.7])
+    readers = Contexts(flags, encoder, lambda *_: families).readers({"gym": WILD_TYPE.encode()})
+    for ending, contexts in (("", [None]), ("_homologs", readers)):
+        scores = np.mean([score(encoder, table.variants, True, context_of=each) for each in contexts], 0)
+        expected = spearmanr(scores, table.measured).statistic
+        assert found[f"eval_mutations_gym_masked{ending}"] == pytest.approx(expected)
+    assert found["eval_mutations_gym_masked"] != found["eval_mutations_gym_masked_homologs"]
+    # Without such a family the file is not read.
+    (tmp_path / "gym.a3m").write_text(">bad\n123456\n")
+    assert len(MutationEvaluation([str(gym)], 200).tables) == 1
+    with pytest.raises(UserError, match=r"--eval_mutations .*gym.a3m: record bad has 6 characters of 6"):
+        MutationEvaluation([str(gym)], 200, ALPHABET, reads_sets=True)

@@ -14,7 +14,7 @@ from common.cli import UserError
 from extras.after.downstream.contacts import fit, split
 from extras.after.downstream.set_contacts import SetFeatures
 from extras.after.downstream.structures import Chain, read_structures
-from extras.after.inference.contexts import ContextFlags, Contexts
+from extras.after.inference.contexts import ContextFlags, Contexts, Sources
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.families.e1.config import e1_config
 from extras.families.e1.convert import ADAPTER
@@ -116,7 +116,7 @@ def test_contacts_with_homologs_are_means_over_contexts(model, structures, tmp_p
     encoder = Encoder(EncoderFlags(str(model), max_seq_length=1026), torch.device("cpu"))
     head = fit(SetFeatures(encoder), split(chains)[0])
     flags = ContextFlags(str(homologs), contexts=2, context_tokens=[300, 600])
-    contexts = Contexts(flags, encoder, [chains[0].name])
+    contexts = Contexts(flags, encoder, Sources(flags, [chains[0].name]).of)
     probabilities = head.probabilities(SetFeatures(encoder, contexts, chains[:1])(chains[0]))
     found = probabilities[int(first["i"]) - 1, int(first["j"]) - 1]
     assert float(first["probability"]) == pytest.approx(found, abs=1e-5)

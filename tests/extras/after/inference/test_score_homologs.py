@@ -14,7 +14,7 @@ import torch
 
 import score as script
 from common.cli import UserError
-from extras.after.inference.contexts import ContextFlags, Contexts, draw
+from extras.after.inference.contexts import ContextFlags, Contexts, Sources, draw
 from extras.after.inference.encoder import Encoder, EncoderFlags, embed
 from extras.after.inference.homologs import read_homologs
 from extras.after.inference.mutation_scores import parse_variant, score
@@ -229,7 +229,8 @@ def test_homologs_that_hold_the_protein_or_are_too_long_are_left_out(model, tmp_
     rows = [*family(QUERY), ("copy", QUERY), ("holds", "aa" + QUERY + "aa"), ("long", QUERY[:-1] + "a" * 150 + "C")]
     write_fasta(tmp_path / "my.a3m", rows)
     encoder = Encoder(EncoderFlags(str(model), max_seq_length=50), torch.device("cpu"))
-    contexts = Contexts(ContextFlags(str(tmp_path / "my.a3m"), context_tokens=[120]), encoder, ["one"])
+    flags = ContextFlags(str(tmp_path / "my.a3m"), context_tokens=[120])
+    contexts = Contexts(flags, encoder, Sources(flags, ["one"]).of)
     found = {text for each in contexts.of("one", QUERY.encode()) for text in each}
     assert found
     assert not any(QUERY.encode() in text or len(text) > 116 for text in found)
