@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.models.esm2.layers_torch import SelfAttention
 from common.models.layers.attention import rotate
 from extras.after.downstream.contacts import corrected
 from extras.after.downstream.structures import Chain
@@ -17,9 +18,9 @@ from extras.after.inference.encoder import Encoder
 
 
 class SetFeatures:
-    """Of a chain: float32 [L, L, layers x heads], all layers, means over its contexts.
+    """Of a chain: float32 [L, L, attentions x heads], of all layers in turn, means over its contexts.
 
-    In layers over the set a map is the attention among the protein's own tokens: what goes to its homologs is left
+    Over the set a map is the attention among the protein's own tokens: what goes to its homologs is left
     out, and the rest sums to one, so that contexts of any size compare.
     """
 
@@ -37,7 +38,7 @@ class SetFeatures:
         return total / len(drawn)
 
     def maps(self, sequence: str, context: Any = None) -> Tensor:
-        """fp32 [layers x heads, L, L]: attention of the residues, context as of `Encoder.read`."""
+        """fp32 [attentions x heads, L, L]: attention of the residues, context as of `Encoder.read`."""
         alphabet, found = self.encoder.alphabet, []
         ids = alphabet.encode(sequence)
         residues = slice(len(alphabet.head), len(ids) - len(alphabet.tail))
@@ -49,7 +50,8 @@ class SetFeatures:
             attention = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1)
             found.append(attention[:, residues, residues].cpu())
 
-        handles = [layer.self_attention.register_forward_hook(record) for layer in self.encoder.model.layers]
+        attentions = [module for module in self.encoder.model.modules() if isinstance(module, SelfAttention)]
+        handles = [module.register_forward_hook(record) for module in attentions]
         try:
             self.encoder.hidden([ids], context=context)
         finally:

@@ -14,6 +14,8 @@ import torch
 
 import score as script
 from common.cli import UserError
+from common.models.esm2.alphabet import ESM2_TOKENS
+from extras.after.downstream.set_contacts import SetFeatures
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, draw
 from extras.after.inference.encoder import Encoder, EncoderFlags, embed
 from extras.after.inference.homologs import read_homologs
@@ -21,9 +23,12 @@ from extras.after.inference.mutation_scores import parse_variant, score
 from extras.families.e1.alphabet import TOKENS
 from extras.families.e1.config import e1_config
 from extras.families.e1.convert import ADAPTER
+from extras.families.esm2_sets.convert import ADAPTER as ESM2_SETS
 from tests.data_fixtures import call, write_fasta
 from tests.extras.after.inference.embed_fixtures import call_embed, make_model
 from tests.extras.families.e1.reference import Reference
+from tests.extras.families.esm2_sets.test_model import CONFIG as ESM2_CONFIG
+from tests.extras.families.esm2_sets.test_model import trained as trained_esm2
 
 CONFIG = replace(e1_config(3, 32, 4, 48), max_num_sequences=6, max_num_positions_global=300)
 QUERY = "MKVLAGWERTYHDN"
@@ -278,3 +283,25 @@ def test_embeddings_are_means_over_contexts(model, tmp_path, monkeypatch):
     write_fasta(fasta, [("one", QUERY), ("three", OTHER)])
     with pytest.raises(UserError, match="no three.a3m: add it"):
         call_embed(model, fasta, tmp_path / "new", "--use_cpu", "--homologs", tmp_path / "family", *FLAGS)
+
+
+@torch.no_grad()
+def test_esm2_with_sets_scores_and_maps_are_of_whole_sets(tmp_path):
+    """The family whose sequences have ESM-2's two special tokens, and token dropout."""
+    network = trained_esm2()
+    ESM2_SETS.save(ESM2_SETS.to_hf(network.state_dict().__getitem__, ESM2_CONFIG), ESM2_CONFIG, tmp_path / "model")
+    encoder = Encoder(EncoderFlags(str(tmp_path / "model")), torch.device("cpu"))
+    context = [b"MKVLAG", b"GWERTAAA"]
+    read = encoder.read(context)
+    found = score(encoder, [parse_variant("W7F", QUERY.encode(), "here")], True, context_of=lambda protein: read)
+    parts = [torch.from_numpy(ESM2_TOKENS.encode(text)).long() for text in (*context, QUERY.encode())]
+    parts[-1][7] = ESM2_TOKENS.mask
+    ends = torch.tensor(np.cumsum([0, *map(len, parts)]), dtype=torch.int32)
+    sets = torch.stack((ends, torch.tensor([0, 3, 3, 3], dtype=torch.int32)))
+    logits = network(torch.cat(parts), cu_seqlens=ends, max_seqlen=30, sets=sets).logits
+    log_p = logits[-len(QUERY) - 2 :].double().log_softmax(-1)[7]
+    wild, mutant = (int(ESM2_TOKENS.byte_to_id[ord(letter)]) for letter in "WF")
+    assert found == pytest.approx([float(log_p[mutant] - log_p[wild])], abs=2e-5)
+    maps = SetFeatures(encoder).maps(QUERY, read)
+    assert maps.shape == ((4 + 2) * 4, len(QUERY), len(QUERY))  # those over the set besides the layers'
+    assert not torch.allclose(maps[12:], SetFeatures(encoder).maps(QUERY)[12:])
