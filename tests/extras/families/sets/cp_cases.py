@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ def compare() -> None:
     world = World.from_environment(use_cpu=True)
     dist.init_process_group("gloo")
     create_cp_groups(world, world.size)
-    for pack, layout, comm_type in itertools.product(PACKS, ("dual_chunk", "contiguous"), COMM_TYPES):
+    packs = ("ragged", "empty sequences", "32 a set")
+    for pack, layout, comm_type in itertools.product(packs, ("dual_chunk", "contiguous"), COMM_TYPES):
         hold_case(pack, layout, ContextGroup(world.cp_group, comm_type))
     dist.barrier()
 
@@ -52,7 +54,10 @@ def hold_case(pack: str, layout: str, context: ContextGroup) -> None:
 
     tables, names = (slices(cos), slices(sin)), shared.names
     tensors = shared.real, shared.bounds, shared.sets
-    for attend in (lambda x: shared.attention(x, *tables), lambda x: operator(x, *tables, *tensors, *names, 0)[0]):
+    eager: list[Callable] = [lambda x: shared.attention(x, *tables)]
+    eager.append(lambda x: operator(x, *tables, *tensors, *names, 0)[0])
+    compiled = [torch.compile(eager[0], backend="aot_eager", fullgraph=True)] if case[0] == "ragged" else []
+    for attend in eager + compiled:
         out, gradient = attended(attend, slices(qkv), slices(grad))
         assert out.shape == (len(positions), HEADS * DIM)
         for found, exact in zip((out, gradient), expected, strict=True):
