@@ -85,6 +85,9 @@ class Catalogue(Protocol):
     def set_batches(self, collator: Any) -> Any:
         """--set_tokens: the collator of batches that know their sets."""
 
+    def with_homologs(self, task: Any) -> Any:
+        """--set_tokens: evaluates held-out proteins behind homologs of theirs."""
+
     def untokenised(self, directory: Path, columns: Any = None) -> str:
         """What to do with a directory of datasets' save_to_disk that has no tokens but `columns`; "" if it has."""
 

@@ -143,6 +143,12 @@ def set_batches(collator: Any) -> Any:
     return SetCollator(collator)
 
 
+def with_homologs(task: Any) -> Any:
+    from extras.families.sets.evaluation import WithHomologs
+
+    return WithHomologs(task)
+
+
 def untokenised(directory: Path, columns: Any = None) -> str:
     from extras.prepare.sources import saved_datasets
 

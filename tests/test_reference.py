@@ -33,6 +33,8 @@ FLAGS |= {"peak_tflops_per_gpu": 1, "profile_steps": "1-1", "save_steps": 1, "sa
 OF_DECODERS = {"eval_tokens"}
 ON_GPUS = {"attention"}
 OF_SOME_RUNS = {"eval_clusters", "best_global_step"}  # tests/training/test_evaluation.py, test_best.py
+OF_SOME_RUNS |= {"eval_loss_masked_with_homologs", "eval_loss_masked_without_homologs"}
+OF_SOME_RUNS |= {f"eval_homologs_{name}" for name in ("gain_masked", "gain_masked_stderr", "samples")}
 
 
 @pytest.fixture(scope="module")

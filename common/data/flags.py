@@ -18,8 +18,9 @@ if TYPE_CHECKING:  # the scripts that prepare data read --max_record_length, and
 NAMED = re.compile(r"[A-Za-z]\w*=")  # of a held-out set
 # First words of an evaluation's results, which the name of a held-out set may not be.
 RESULTS = {
-    *("accuracy", "below", "clusters", "contacts", "kept", "loss", "masked", "mutations", "neighbours", "perplexity"),
-    *("probe", "random", "runtime", "samples", "selected", "steps", "test", "tokens", "train", "unigram"),
+    *("accuracy", "below", "clusters", "contacts", "homologs", "kept", "loss", "masked", "mutations", "neighbours"),
+    *("perplexity", "predecessors", "probe", "random", "runtime", "samples", "selected", "steps", "test", "tokens"),
+    *("train", "unigram"),
 }
 STEPS_AHEAD = 4  # that each worker prepares
 

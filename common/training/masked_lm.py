@@ -96,6 +96,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         self.bf16 = flags.precision.bf16
         self._baselines: Baselines | None = None
         self._of_split: dict[str, BaselineLosses] = {}
+        self._homologs = extra().with_homologs(self) if flags.data.set_tokens is not None else None
 
     def open(self, evaluates: bool) -> None:
         self.data = open_data(
@@ -141,6 +142,10 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         losses = replace(losses, questions=beside.questions, clusters=clusters)
         if clusters is not None:
             results[f"{prefix}_clusters"] = len(np.unique(clusters[losses.masked > 0]))
+        if self._homologs is not None and clusters is not None:
+            if (of_sets := self._homologs.evaluate(model, split, prefix, step, losses)) is None:
+                return Evaluation({})
+            results |= of_sets
         return Evaluation(results | beside.results | below(losses, beside, prefix), losses)
 
     def baselines(self, split: str, prefix: str) -> BaselineLosses:
