@@ -208,8 +208,15 @@ def _one_gradients(
     return (cpu.flash_backward if q.device.type == "cpu" else gradients_by_matmuls)(grad, q, k, v, out, lse, causal)
 
 
+QUERIES_AT_A_TIME = 1024  # their scores are in memory: linear in the number of keys
+
+
 def attend_by_matmuls(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
     """q [T, H, D], k, v [S, K, D] -> out [T, H, D], lse [T, H], where no kernel takes the dtype (fp32 on a GPU)."""
+    if len(q) > QUERIES_AT_A_TIME and not causal:
+        parts = [attend_by_matmuls(x, k, v) for x in q.split(QUERIES_AT_A_TIME)]
+        out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+        return out, lse
     scores, (_, _, v) = _scores(q, k, v, causal)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v).transpose(0, 1), lse.t()
@@ -219,6 +226,11 @@ def gradients_by_matmuls(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = False
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, of the shapes in `attend_by_matmuls`."""
+    if len(q) > QUERIES_AT_A_TIME and not causal:
+        pieces = zip(*(x.split(QUERIES_AT_A_TIME) for x in (grad, q, out, lse)), strict=True)
+        parts = [gradients_by_matmuls(g, x, k, v, o, of_x) for g, x, o, of_x in pieces]
+        dq, dk, dv = zip(*parts, strict=True)
+        return torch.cat(dq), sum(dk[1:], dk[0]), sum(dv[1:], dv[0])
     kv_heads = k.shape[1]
     scores, (q, k, v) = _scores(q, k, v, causal)
     grad, out = (x.transpose(0, 1) for x in (grad, out))

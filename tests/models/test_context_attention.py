@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from common.models.layers import cpu
-from extras.speed.block_attention import attend_by_matmuls, gradients_by_matmuls
+from extras.speed.block_attention import QUERIES_AT_A_TIME, attend_by_matmuls, gradients_by_matmuls
 from extras.speed.context_attention import CpLayout, attend_blocks, gradients_of_block
 from extras.speed.context_parallel import ContextGroup, CpPack, CpSplit
 from extras.speed.cp_model import whole_sequences
@@ -106,10 +106,13 @@ def test_causal_blocks_equal_torchs_attention_in_float64(cp_size, multiple):
         torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_by_matmuls_equals_the_cpus_kernel(causal):
+@pytest.mark.parametrize(("queries", "causal"), [(9, False), (9, True), (QUERIES_AT_A_TIME + 50, False)])
+def test_attention_by_matmuls_equals_the_cpus_kernel(queries, causal):
     random = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(9, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2, 4))
+    q, k, v, grad = (
+        torch.randn(t, n, 8, generator=random, dtype=torch.float64)
+        for t, n in ((queries, 4), (9, 2), (9, 2), (queries, 4))
+    )
     forward = cpu.flash(q, k, v, causal)
     for found, expected in zip(attend_by_matmuls(q, k, v, causal), forward, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -89,10 +89,11 @@ def _varlen_has(option: str) -> bool:
 
 
 class Layout(Protocol):
-    """Where the tokens of a pack lie that several ranks share (extras.speed.context_attention)."""
+    """What tokens attend to, where that is not their own sequence on this rank: sequences that several ranks share
+    (extras.speed.context_attention), sets of sequences (extras.families.sets.layout)."""
 
     def attention(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int = 0) -> Tensor:
-        """Rotary self-attention of this rank's tokens to all tokens of their sequences: [T, H * D].
+        """Rotary self-attention of this rank's tokens: [T, H * D].
 
         qkv: [T, H, 3, D] of an encoder (kv_heads 0), else [T, H + 2 K, D] with K = kv_heads; cos, sin: [T, D/2].
         """
