@@ -145,7 +145,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _only(directory: Path, name: str, listed: Mapping[str, list[Path]]) -> Path:
-    found = listed.get(name) or listed.get(file_name(name, set())) or []
+    names = (name, accession(name), file_name(name, set()))  # accession: as MMseqs2 names the files that it unpacks
+    found = next((listed[each] for each in names if each in listed), [])
     if len(found) == 1:
         return found[0]
     if found:

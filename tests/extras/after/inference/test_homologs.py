@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from common.cli import UserError
 from extras.after.inference import homologs as module
 from extras.after.inference.contexts import ContextFlags, Setting, Sources, draw, mean_over
 from extras.after.inference.homologs import Homologs, read_hits, read_homologs, read_targets, weights_of
+from tests.conftest import ROOT
 from tests.data_fixtures import write_fasta
+from tests.typed import blocks, sh
 
 QUERY = b"MKVLAGWERT"
 # The rows' residues, and in lower case what stands between columns.
@@ -244,12 +247,41 @@ def test_flags_are_checked(tmp_path, monkeypatch, flags, message):
 
 
 def test_a_directory_has_a_file_of_each_protein(tmp_path):
-    for name in ("one.a3m.gz", "tr_x_y.fasta", "two.a3m", "two.fasta", "notes.txt"):
+    for name in ("one.a3m.gz", "tr_x_y.fasta", "P7.a3m", "two.a3m", "two.fasta", "notes.txt"):
         (tmp_path / name).touch()
     flags = ContextFlags(str(tmp_path))
-    assert [path.name for path in flags.files(["one", "tr|x|y"]).values()] == ["one.a3m.gz", "tr_x_y.fasta"]
+    found = [path.name for path in flags.files(["one", "tr|x|y", "sp|P7|X"]).values()]
+    assert found == ["one.a3m.gz", "tr_x_y.fasta", "P7.a3m"]
     for name, message in (("three", "no three.a3m: add it"), ("two", "two.a3m and two.fasta are of two: remove one")):
         with pytest.raises(UserError, match=message):
             flags.files([name])
     with pytest.raises(UserError, match="of one protein, and --fasta has 2: give a directory of ID.a3m files"):
         ContextFlags(str(tmp_path / "two.a3m")).files(["one", "two"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
+def test_searches_of_the_page_are_read(tmp_path):
+    """Its commands, as they stand, on a planted family: alignments named by accession, and a table of hits."""
+    random = np.random.default_rng(3)
+    letters = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
+    query = random.choice(letters, 100)
+    rows = [np.where(random.random(100) < 0.7, query, random.choice(letters, 100)) for _ in range(8)]
+    texts = ["".join(row) for row in (query, *rows)]
+    write_fasta(tmp_path / "wild_type.fasta", [("sp|P1|WILD", texts[0])])
+    write_fasta(tmp_path / "database.fasta", [(f"sp|Q{n}|X", text) for n, text in enumerate(texts)])
+    page = (ROOT / "docs" / "homologs.md").read_text()
+    aligned, hits = (block for block in blocks(page, "sh") if "mmseqs" in block)
+    for commands in (aligned, hits.splitlines()[0]):
+        done = sh(commands, tmp_path)
+        assert done.returncode == 0, done.stdout[-2000:]
+    for flags in (
+        ContextFlags(str(tmp_path / "families")),
+        ContextFlags(str(tmp_path / "hits.m8"), str(tmp_path / "database.fasta")),
+    ):
+        found = Sources(flags, ["sp|P1|WILD"]).of("sp|P1|WILD", texts[0].encode())
+        assert len(found.residues) == 8
+        by_similarity = [found.residues[n] for n in np.argsort(-found.similarity)]
+        nearest = texts[1 + int(np.argmax([(row == query).sum() for row in rows]))]
+        assert by_similarity[0].decode() in nearest
+        assert found.similarity.max() == pytest.approx(max((row == query).mean() for row in rows), abs=0.03)
