@@ -277,7 +277,9 @@ TRANSFORMERS = {
     "validation_file": Ours("eval_dataset"),
     "dataset_config_name": Ours(why="none for proteins; a flag of decoders (--task clm)"),
     "block_size": Ours("max_seq_length"),
-    "model_type": Ours(why="none for ESM-2: --config_name chooses; here esmc, amplify, or of a decoder (--task clm)"),
+    "model_type": Ours(
+        why="none for ESM-2: --config_name chooses; here of another encoder, or of a decoder (--task clm)"
+    ),
     "warmup_ratio": Ours("warmup_steps", "below 1: a fraction of the run"),
     "fp16": Ours("bf16", "no FP16: BF16 needs no loss scaling", {"true": "--bf16", "false": ""}),
     **dict.fromkeys(

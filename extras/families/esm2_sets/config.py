@@ -45,7 +45,7 @@ class EsmSetsConfig(Esm2Config):
     def on(cls, config: Esm2Config) -> Self:
         """An ESM-2's, with attention over sets."""
         made = super().of(config.content() | {"model_type": MODEL_TYPE, "architectures": [cls.architecture]})
-        made.is_of_esm2 = True
+        made.is_of_esm2, made.set_every = True, min(cls.set_every, config.num_hidden_layers)
         return made
 
     def esm2(self) -> Esm2Config:

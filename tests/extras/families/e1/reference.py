@@ -73,8 +73,8 @@ class Reference(nn.Module):
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return self.matmul(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{prefix}o_proj")
 
-    def logits(self, sequences: list[torch.Tensor]) -> torch.Tensor:
-        """float64 [tokens of the set, 34]."""
+    def hidden(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        """float64 [tokens of the set, hidden], after the last norm."""
         numbers = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(sequences)])
         within = torch.cat([torch.arange(len(ids)) for ids in sequences]).double()
         weights, ids = self.weights, torch.cat(sequences)
@@ -90,7 +90,11 @@ class Reference(nn.Module):
             y = self.norm(x, f"{prefix}norm_attn_norm.post_attention_layernorm.weight")
             gate, up = (self.matmul(y, f"{prefix}ffn.mlp.{w}") for w in ("w1", "w3"))
             x = x + self.matmul(gate * torch.sigmoid(gate) * up, f"{prefix}ffn.mlp.w2")
-        x = self.norm(x, "model.norm.weight")
+        return self.norm(x, "model.norm.weight")
+
+    def logits(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        """float64 [tokens of the set, 34]."""
+        weights, x = self.weights, self.hidden(sequences)
         x = self.matmul(x, "mlm_head.0") + weights["mlm_head.0.bias"]
         x = x * (1 + torch.erf(x / 2**0.5)) / 2
         x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()

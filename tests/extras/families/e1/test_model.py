@@ -204,6 +204,27 @@ def test_e1_recomputed_layers_give_the_same_gradients(mode):
         assert torch.equal(ours.grad, theirs.grad), name
 
 
+def test_e1_fillers_and_empty_sequences_change_nothing():
+    """As runs on a GPU have them behind a pack (FillingCollator, SetCollator)."""
+    pack, models = pack_of(SETS), [fresh() for _ in range(2)]
+    tokens, bounds = len(pack["input_ids"]), pack["cu_seqlens"]
+    ends = torch.tensor([tokens + 60, tokens + 72, tokens + 72, tokens + 72], dtype=torch.int32)
+    of_sets, count = pack["sets"][1].unique(), len(bounds) - 1
+    own = torch.arange(count + 1, count + 5, dtype=torch.int32)
+    row = torch.cat((of_sets, own, own[-1:].expand(count - len(of_sets) + 1)))
+    full = {
+        "input_ids": torch.nn.functional.pad(pack["input_ids"], (0, 72)),
+        "labels": torch.nn.functional.pad(pack["labels"], (0, 72), value=-100),
+        "cu_seqlens": torch.cat((bounds, ends)),
+        "max_seqlen": 60,
+    }
+    full["sets"] = torch.stack((full["cu_seqlens"], row))
+    for model, batch in zip(models, (pack, full), strict=True):
+        model(**batch).loss_sum.backward()
+    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert relative(ours.grad, theirs.grad) < 1e-5, name
+
+
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 def test_e1_bf16_is_near_fp32(residual):
     reference, pack = Reference(TINY), pack_of(SETS)

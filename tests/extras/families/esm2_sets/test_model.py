@@ -235,6 +235,7 @@ def test_esm_sets_reads_an_esm2_of_transformers_and_of_this_project(tmp_path):
         assert all(torch.equal(pieces[name], expected[name]) for name in expected)
     assert encoder_family("facebook/esm2_t6_8M_UR50D", "esm_sets") is FAMILY
     assert load_config("facebook/esm2_t6_8M_UR50D").esm2() == esm2_config(6, 320, 20)
+    assert EsmSetsConfig.on(esm2_config(2, 32, 4)).set_every == 2  # it has no third layer
 
 
 @pytest.mark.parametrize(
