@@ -4,10 +4,13 @@ r"""Score mutations with a model that you trained or any ESM-2: those of a CSV, 
 python score.py --model_name_or_path out/final_model --fasta protein.fasta --mutations mutants.csv \
     --output scored.csv
 python score.py --model_name_or_path out/final_model --fasta protein.fasta --all_single_mutants --output matrices
+python score.py --model_name_or_path out/e1 --fasta protein.fasta --mutations mutants.csv --homologs family.a3m \
+    --output scored.csv
 
 A row's mutations are in the column `mutant`: A24G, A24G:K30R (the sum of the two), or HGVS, p.Ala24Gly; ProteinGym's
 tables are taken as they are. masked_marginal: log p(mutant) - log p(wild type) in nats, with the residue masked;
-wild_type_marginal: without masks, one pass a protein. Above zero the model prefers the mutant. docs/after.md has more.
+wild_type_marginal: without masks, one pass a protein. Above zero the model prefers the mutant. With homologs, which
+some models read, scores are means over contexts, with standard errors. docs/after.md, docs/homologs.md have more.
 """
 
 from __future__ import annotations
