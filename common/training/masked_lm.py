@@ -96,7 +96,9 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         self.bf16 = flags.precision.bf16
         self._baselines: Baselines | None = None
         self._of_split: dict[str, BaselineLosses] = {}
-        self._homologs = extra().with_homologs(self) if flags.data.set_tokens is not None else None
+        self._homologs = None
+        if flags.data.set_tokens is not None:
+            self._homologs, self.metrics = extra().with_homologs(self), (*self.metrics, "loss_masked_with_homologs")
 
     def open(self, evaluates: bool) -> None:
         self.data = open_data(

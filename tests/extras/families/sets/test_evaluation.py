@@ -210,7 +210,9 @@ def test_run_resumes_and_refuses_other_sets(homologs, whole, tmp_path):
     for other in ({"set_tokens": "512"}, {"set_size": 8}, {"set_tokens": None}):
         said = train(homologs, tmp_path, expect=2, **RUN | other)
         assert "error: the checkpoint stands in another order of batches: " in said
-    train(homologs, tmp_path, do_eval=True, **RUN)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss_masked_with_homologs", "save_steps": 2}
+    said = train(homologs, tmp_path, do_eval=True, eval_steps=2, **RUN | best)
+    assert "eval_loss_masked_with_homologs" in said
     assert losses(tmp_path) == losses(whole)
     assert same_bits(final_weights(tmp_path), final_weights(whole))
 
