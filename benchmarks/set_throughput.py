@@ -2,10 +2,10 @@
 
     python -m benchmarks.set_throughput [--output benchmarks/results/set_throughput_cpu.md]
 
-Forward and backward of the 8M model that reads sets (`esm_sets`: six layers of ESM-2 and two over sets) and of ESM-2
-8M itself, fp32, on one pack; CPU time of one thread, in turns, the best of the rounds. Every row has the same tokens in
-sequences of the same length. FLOPs are those of the families' formulas, of matmuls and attention alike: their rate says
-whether attention over sets costs more than its size.
+Forward and backward of the 8M model that reads sets (`esm_sets`: six layers of ESM-2 and two over sets), and of ESM-2
+8M itself, fp32, on one pack. CPU time of one thread, in turns, the best of the rounds. Every row has the same tokens
+in sequences of the same length. FLOPs are those of the families' formulas, of matmuls and attention alike: their rate
+says whether attention over sets costs more than its size.
 """
 
 from __future__ import annotations
