@@ -202,8 +202,7 @@ class Esm2ForMaskedLM(Model):
             ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + ends))
         embedded = self.embeddings(input_ids, cu_seqlens, cp_pack, mask_ratio)
-        assert self.reads_sets or (sets is None and context is None), "this family reads no sets"
-        more = {"sets": sets, "context": context} if self.reads_sets else {}
+        more = {} if sets is None and context is None else {"sets": sets, "context": context}
         hidden = self.encoder(embedded, cu_seqlens, max_seqlen, cp_pack, **more)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:

@@ -65,13 +65,11 @@ class Model(nn.Module):
     """The base of all families' models. `layers` are wrapped, recomputed, compiled and quantised one by one.
 
     takes_fillers: sequences of fillers and empty ones in a pack change nothing, and cost what their tokens cost.
-    reads_sets: whether sequences of a pack may attend to others of their set.
     """
 
     config: Any
     layers: Layers
     takes_fillers = True
-    reads_sets = False
 
     def hidden_matrices(self) -> dict[str, list[Block]]:
         """{parameter: its blocks, from the first row to the last}, for an optimiser that treats a matrix as a whole.

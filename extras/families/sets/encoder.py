@@ -73,7 +73,6 @@ class SetEncoder(Encoder):
 class SetModel(Model):
     """What a model with a `SetEncoder` has besides the interface of `Esm2ForMaskedLM`."""
 
-    reads_sets = True
     embeddings: Any
     encoder: SetEncoder
 
