@@ -1,0 +1,140 @@
+r"""Effects of mutations in Potts families that a model has never seen, alone and behind homologs.
+
+python -m benchmarks.potts_homologs make OUT --families 8000 --members 16
+python -m benchmarks.potts_homologs score --model out/final_model [--families 40] [--homologs 0 1 4 8 16]
+
+`make` writes proteins.fasta and clusters.tsv as benchmarks.planted_families does, of families of
+extras/prepare/synthetic_structures.py: each site takes one of two residues of its family, by couplings to other sites.
+`score` makes further families. In a member of each it scores all single mutants (masked marginals); the table has the
+Spearman correlation of scores with the effect in the family, log p(mutant) - log p(wild type): the other residue of a
+site has that of the couplings, any other one `FORBIDDEN`, a tie.
+"""
+
+from __future__ import annotations
+
+import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+
+from benchmarks.measuring import publish, say, where_measured
+from common.cli import UserError, run
+from common.flags import Flags, Missing, flag, parse_arguments
+from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.mutation_scores import RESIDUES as SCORED
+from extras.after.inference.mutation_scores import single_mutants
+from extras.prepare.synthetic_structures import COUPLED, PottsFamily, letters
+
+FORBIDDEN = -12.0  # nats, below any effect of the couplings
+
+
+@dataclass
+class MakeArguments(Flags):
+    families: int = flag(8000, "Families.")
+    members: int = flag(16, "Members of each.")
+    seed: int = flag(1, "For other families.")
+
+
+@dataclass
+class ScoreArguments(Flags):
+    model: str | None = flag(None, "A model that reads sets.")
+    families: int = flag(40, "Families, none of which `make` makes by another seed.")
+    homologs: list[int] | None = flag(None, "Members that stand before the protein. Default: 0 1 4 8 16.")
+    seed: int = flag(1_000_003, "For other families.")
+    output: str | None = flag(None, "A file for the table.")
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.model:
+            yield Missing("--model", "what is measured", "out/final_model")
+
+
+def write(directory: Path, args: MakeArguments) -> None:
+    generator = np.random.default_rng(args.seed)
+    directory.mkdir(parents=True)
+    with open(directory / "proteins.fasta", "w") as fasta, open(directory / "clusters.tsv", "w") as table:
+        table.write("ur50_id\tur90_id\n")
+        for number in range(args.families):
+            for member, residues in enumerate(PottsFamily.make(generator).members(args.members, generator)):
+                fasta.write(f">P{number}M{member}\n{letters(residues)}\n")
+                table.write(f"P{number}\tP{number}M{member}\n")
+
+
+def effects(family: PottsFamily, residues: np.ndarray) -> np.ndarray:
+    """log p(mutant) - log p(wild type) of all single mutants, float64 [L, 20] in the order of SCORED; 0 for the wild
+    type. residues: indices into RESIDUES of synthetic_structures, [L]."""
+    second = (family.sites[:, 1] == residues).astype(int)
+    spins = 2 * second - 1
+    table = np.full((len(residues), 20), FORBIDDEN)
+    columns = {letter: n for n, letter in enumerate(SCORED)}
+    of_place: dict[int, list[tuple[int, float]]] = {}
+    for (a, b), coupling in COUPLED.items():
+        of_place.setdefault(a, []).append((b, coupling))
+        of_place.setdefault(b, []).append((a, coupling))
+    for row in family.rows:
+        for place, site in enumerate(row):
+            field = sum(coupling * spins[row[other]] for other, coupling in of_place[place])
+            other = family.sites[site, 1 - second[site]]
+            table[site, columns[letters(np.array([other]))]] = -2 * field * spins[site]
+            table[site, columns[letters(residues[site : site + 1])]] = 0.0
+    return table
+
+
+def correlations(encoder: Encoder, args: ScoreArguments, number: int) -> tuple[list[float], list[float]]:
+    """Of each family behind so many members: over all mutants, and over the allowed ones alone."""
+    generator, every, allowed = np.random.default_rng(args.seed), [], []
+    for _ in range(args.families):
+        family = PottsFamily.make(generator)
+        *before, protein = family.members(33, generator)
+        context = None
+        if number:
+            context = encoder.read([letters(each).encode() for each in before[:number]])
+        text = letters(protein).encode()
+        (scored,) = single_mutants(encoder, [text], True, context_of=context and (lambda _, read=context: read))
+        truth = effects(family, protein)
+        is_mutant = np.array([[letter != chr(wild) for letter in SCORED] for wild in text])
+        every.append(float(spearmanr(scored[is_mutant], truth[is_mutant]).statistic))
+        possible = is_mutant & (truth > FORBIDDEN)
+        allowed.append(float(spearmanr(scored[possible], truth[possible]).statistic))
+    return every, allowed
+
+
+def cell(values: list[float]) -> str:
+    return f"{np.mean(values):.3f} ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
+
+
+def score(args: ScoreArguments) -> None:
+    encoder = Encoder(EncoderFlags(model_name_or_path=args.model, use_cpu=True))
+    lines = [
+        f"{args.families} Potts families of 80 residues that no training saw; a member of each, all single mutants. "
+        "Spearman's correlation with the effect in the family, mean ± standard error over families.",
+        "",
+        "| homologs shown | all mutants | those that the family allows |",
+        "|--:|--:|--:|",
+    ]
+    for number in args.homologs or [0, 1, 4, 8, 16]:
+        with torch.inference_mode():
+            every, allowed = correlations(encoder, args, number)
+        lines.append(f"| {number} | {cell(every)} | {cell(allowed)} |")
+        say(lines[-1])
+    publish("\n".join([*lines, "", *where_measured("benchmarks.potts_homologs", "torch")]), args.output)
+
+
+def main() -> None:
+    action, *words = sys.argv[1:] or [""]
+    if action == "make" and words and not words[0].startswith("-"):
+        if Path(words[0]).exists():
+            raise UserError(f"{words[0]}: exists: choose another name")
+        write(Path(words[0]), parse_arguments(__doc__, MakeArguments, argv=words[1:]))
+    elif action == "score":
+        score(parse_arguments(__doc__, ScoreArguments, argv=words))
+    else:
+        raise UserError("give `make DIRECTORY` or `score --model DIRECTORY`")
+
+
+if __name__ == "__main__":
+    run(main)
