@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.aligned_relatives import GAP_EXTEND, GAP_OPEN, UNALIGNED, LetterTable, aligned_letters, scores
 from benchmarks.planted_families import least_loss, make_family
+from benchmarks.potts_homologs import FORBIDDEN, SCORED, effects
+from extras.prepare.synthetic_structures import PottsFamily, letters, row_states
 
 
 @pytest.mark.parametrize("divergence", [0.2, 0.4])
@@ -97,3 +99,21 @@ def test_letter_table_is_the_mean_of_counted_rows():
     rows /= rows.sum(1, keepdims=True)
     expected = -np.log((rows[0, 0] + rows[1, 0]) / 2)
     assert table.losses(np.array([0]), np.array([[0], [1]])) == pytest.approx([expected])
+
+
+def test_potts_effects_are_ratios_of_probabilities():
+    generator = np.random.default_rng(0)
+    family = PottsFamily.make(generator)
+    (protein,) = family.members(1, generator)
+    found = effects(family, protein)
+    states, probabilities = row_states()
+    second = (family.sites[:, 1] == protein).astype(int)
+    for row in family.rows:
+        own = probabilities[(states == second[row]).all(1)][0]
+        for place, site in enumerate(row):
+            changed = second[row].copy()
+            changed[place] = 1 - changed[place]
+            other = probabilities[(states == changed).all(1)][0]
+            letter = letters(family.sites[site, [changed[place]]])
+            assert found[site, SCORED.index(letter)] == pytest.approx(np.log(other / own))
+            assert (found[site] == FORBIDDEN).sum() == 18
