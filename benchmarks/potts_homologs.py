@@ -5,9 +5,9 @@ python -m benchmarks.potts_homologs score --model out/final_model [--families 40
 
 `make` writes proteins.fasta and clusters.tsv as benchmarks.planted_families does, of families of
 extras/prepare/synthetic_structures.py: each site takes one of two residues of its family, by couplings to other sites.
-`score` makes further families. In a member of each it scores all single mutants (masked marginals); the table has the
-Spearman correlation of scores with the effect in the family, log p(mutant) - log p(wild type): the other residue of a
-site has that of the couplings, any other one `FORBIDDEN`, a tie.
+`score` makes further families. In a member of each it scores all single mutants (masked marginals). The table has the
+area under the ROC curve of allowed mutants, the other residue of a site, among all; and, of the allowed ones, the
+Spearman correlation with the effect in the family by its couplings, log p(mutant) - log p(wild type).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.stats import spearmanr
+from sklearn.metrics import roc_auc_score
 
 from benchmarks.measuring import publish, say, where_measured
 from common.cli import UserError, run
@@ -30,7 +31,7 @@ from extras.after.inference.mutation_scores import RESIDUES as SCORED
 from extras.after.inference.mutation_scores import single_mutants
 from extras.prepare.synthetic_structures import COUPLED, PottsFamily, letters
 
-FORBIDDEN = -12.0  # nats, below any effect of the couplings
+FORBIDDEN = -np.inf  # effect of a residue that a site never has
 
 
 @dataclass
@@ -85,8 +86,8 @@ def effects(family: PottsFamily, residues: np.ndarray) -> np.ndarray:
 
 
 def correlations(encoder: Encoder, args: ScoreArguments, number: int) -> tuple[list[float], list[float]]:
-    """Of each family behind so many members: over all mutants, and over the allowed ones alone."""
-    generator, every, allowed = np.random.default_rng(args.seed), [], []
+    """Of each family behind so many members: the area under the curve, and Spearman's correlation."""
+    generator, areas, allowed = np.random.default_rng(args.seed), [], []
     for _ in range(args.families):
         family = PottsFamily.make(generator)
         *before, protein = family.members(33, generator)
@@ -97,10 +98,10 @@ def correlations(encoder: Encoder, args: ScoreArguments, number: int) -> tuple[l
         (scored,) = single_mutants(encoder, [text], True, context_of=context and (lambda _, read=context: read))
         truth = effects(family, protein)
         is_mutant = np.array([[letter != chr(wild) for letter in SCORED] for wild in text])
-        every.append(float(spearmanr(scored[is_mutant], truth[is_mutant]).statistic))
-        possible = is_mutant & (truth > FORBIDDEN)
+        possible = is_mutant & np.isfinite(truth)
+        areas.append(float(roc_auc_score(possible[is_mutant], scored[is_mutant])))
         allowed.append(float(spearmanr(scored[possible], truth[possible]).statistic))
-    return every, allowed
+    return areas, allowed
 
 
 def cell(values: list[float]) -> str:
@@ -110,16 +111,16 @@ def cell(values: list[float]) -> str:
 def score(args: ScoreArguments) -> None:
     encoder = Encoder(EncoderFlags(model_name_or_path=args.model, use_cpu=True))
     lines = [
-        f"{args.families} Potts families of 80 residues that no training saw; a member of each, all single mutants. "
-        "Spearman's correlation with the effect in the family, mean ± standard error over families.",
+        f"{args.families} Potts families of 80 residues that no training saw; a member of each, all single mutants; "
+        "mean ± standard error over families. By chance 0.5 and 0.",
         "",
-        "| homologs shown | all mutants | those that the family allows |",
+        "| homologs shown | area under the curve of allowed mutants | Spearman's correlation among these |",
         "|--:|--:|--:|",
     ]
     for number in args.homologs or [0, 1, 4, 8, 16]:
         with torch.inference_mode():
-            every, allowed = correlations(encoder, args, number)
-        lines.append(f"| {number} | {cell(every)} | {cell(allowed)} |")
+            areas, allowed = correlations(encoder, args, number)
+        lines.append(f"| {number} | {cell(areas)} | {cell(allowed)} |")
         say(lines[-1])
     publish("\n".join([*lines, "", *where_measured("benchmarks.potts_homologs", "torch")]), args.output)
 
