@@ -4,7 +4,7 @@ python -m benchmarks.homologs --models 1.2M=out/final_model --dataset_dir proces
     [--output TABLE.md]
 
 The same held-out proteins, with the same residues hidden, follow 0, 1, 2, 4 and 8 members of their own cluster, none
-equal to them. Beside the models: of planted families (--divergence) the least loss that is possible
+of which equals, is a part of or contains them. Beside the models: of planted families (--divergence) the least loss that is possible
 (benchmarks/planted_families.py); of others a letter table over alignments (benchmarks/aligned_relatives.py), of the
 same relatives, in which the hidden residues are hidden too, and once more where the alignment may see them.
 """
@@ -80,7 +80,7 @@ class Question:
         self.clusters = open_clusters(self.directory / args.split, len(self.store)).numbers()
         most = max(numbers)
         limits = most + 1, args.set_tokens, args.max_seq_length
-        sets = held_out_sets(self.store, self.clusters, *limits).with_at_least(most)
+        sets = held_out_sets(self.store, self.clusters, *limits, ESM2_TOKENS).with_at_least(most)
         if args.max_samples is not None:
             sets = self._sample(sets, args.max_samples)
         self.sets = sets
@@ -89,7 +89,7 @@ class Question:
         """So many proteins, by a hash: of families of any size."""
         chosen = np.sort(np.argsort(hash_counters(derive_key(0, 0, 0), sets.proteins), kind="stable")[:count])
         spans = zip(sets.proteins[chosen], sets.bounds[chosen], sets.bounds[chosen + 1], strict=True)
-        return HeldOutSets.of({int(n): sets.records[a : b - 1].tolist() for n, a, b in spans}, sets.identical)
+        return HeldOutSets.of({int(n): sets.records[a : b - 1].tolist() for n, a, b in spans}, sets.copies)
 
     def letters(self, store: TokenStore, records: np.ndarray) -> list[np.ndarray]:
         """Letters 0 to 21 (aligned_relatives) of the first residues of each record."""

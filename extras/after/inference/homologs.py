@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from common.cli import UserError
 from extras.prepare.sources.compression import open_decompressed, strip_compression
+from extras.prepare.sources.copies import shows
 from extras.prepare.sources.fasta import read_fasta, read_fasta_lines
 from extras.prepare.sources.records import columns
 from extras.prepare.sources.residues import Cleaner, is_alignment
@@ -60,7 +61,8 @@ def weights_of(rows: np.ndarray) -> np.ndarray:
 
 
 def read_homologs(path: Path, query: bytes, given: str = "--homologs") -> Homologs:
-    """Those of an alignment or a FASTA file, without rows that are or contain the query, which are counted.
+    """Those of an alignment or a FASTA file, without rows that show the query's residues
+    (extras.prepare.sources.copies), which are counted.
 
     query: upper case; given: the flag, for messages. UserError for an alignment without the query or with rows of
     unequal length, and for any record that is no protein.
@@ -111,10 +113,10 @@ def _of_alignment(where: str, residues: list[bytes], in_columns: list[bytes], qu
 
 
 def _others(where: str, found: Homologs, query: bytes) -> Homologs:
-    """Without the rows that hold the query: a model would copy the answer. One of an alignment is the query itself."""
-    kept = [n for n, text in enumerate(found.residues) if query not in text]
-    left_out = len(found.residues) - len(kept)
-    logger.info("%s: %s homologs; left out: %d rows that are or contain the query", where, f"{len(kept):,}", left_out)
+    """Without the rows that show the query's residues, which a model would copy. One of an alignment is the query itself."""
+    kept = [n for n, text in enumerate(found.residues) if not shows(text, query)]
+    counts = (f"{count:,}" for count in (len(kept), len(found.residues) - len(kept)))
+    logger.info("%s: %s homologs; left out: %s rows that are, contain or are a part of the query", where, *counts)
     return Homologs([found.residues[n] for n in kept], found.weights[kept], found.similarity[kept])
 
 

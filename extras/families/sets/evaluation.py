@@ -2,8 +2,8 @@
 
 Each protein is the last sequence of a set. Its predecessors are shown as they are, and not asked; of the protein the
 same residues are hidden as in the evaluation alone, so that the two are paired. A cluster's members are put on a ring
-in an order by hash; the predecessors of one are those behind it. Members that equal the protein would show the answer:
-they are left out.
+in an order by hash; the predecessors of one are those behind it. Members that equal the protein, are a part of it or
+contain it would show the answer: they are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from common.cli import UserError
 from common.data import TokenSet
+from common.data.alphabet import Alphabet
 from common.data.collators import IGNORE, Batch, Collator
 from common.data.counter_rng import SET_ORDER, derive_key, hash_counters
 from common.data.crops import Pack, Window, crop
@@ -31,6 +32,7 @@ from common.shape_buckets import predicted_positions
 from common.training.evaluation import held_out_results
 from common.training.masked_lm import MaskedLM, SelectedSums
 from common.training.protein_losses import ProteinLosses, mean_and_error
+from extras.prepare.sources.copies import shows
 from extras.prepare.sources.sets import SetCollator, SetTokens, pack_sets
 
 logger = logging.getLogger(__name__)
@@ -40,19 +42,19 @@ GROUPS = {"1": (1, 1), "2_3": (2, 3), "4_7": (4, 7), "8_up": (8, 1 << 62)}  # of
 @dataclass(frozen=True)
 class HeldOutSets:
     """Proteins and their predecessors. Of protein n, proteins[n], the set is records[bounds[n] : bounds[n + 1]], in
-    whose order it is the last; all int64. identical: members that were left out because they equal the protein."""
+    whose order it is the last; all int64. copies: members that were left out because they show the protein's residues."""
 
     proteins: np.ndarray
     records: np.ndarray
     bounds: np.ndarray
-    identical: int = 0
+    copies: int = 0
 
     @classmethod
-    def of(cls, sets: dict[int, list[int]], identical: int = 0) -> HeldOutSets:
+    def of(cls, sets: dict[int, list[int]], copies: int = 0) -> HeldOutSets:
         """From the predecessors of each protein."""
         records = [record for protein, before in sets.items() for record in (*before, protein)]
         sizes = [len(before) + 1 for before in sets.values()]
-        return cls(np.array([*sets], np.int64), np.array(records, np.int64), np.append(0, np.cumsum(sizes)), identical)
+        return cls(np.array([*sets], np.int64), np.array(records, np.int64), np.append(0, np.cumsum(sizes)), copies)
 
     @property
     def numbers(self) -> np.ndarray:
@@ -65,45 +67,54 @@ class HeldOutSets:
         for number in np.flatnonzero(self.numbers >= least):
             before = self.records[self.bounds[number] : self.bounds[number + 1] - 1].tolist()
             sets[int(self.proteins[number])] = before if only is None else before[len(before) - only :]
-        return HeldOutSets.of(sets, self.identical)
+        return HeldOutSets.of(sets, self.copies)
 
 
 def held_out_sets(
-    store: ProteinStore, clusters: np.ndarray, set_size: int, tokens: int, max_seq_length: int
+    store: ProteinStore, clusters: np.ndarray, set_size: int, tokens: int, max_seq_length: int, alphabet: Alphabet
 ) -> HeldOutSets:
     """Each protein of a store behind up to set_size - 1 others of its cluster.
 
     clusters: int64 [n], of each protein; tokens: most of a set, the protein's own, cropped to max_seq_length, among
-    them.
+    them; alphabet: of the store.
     """
     every = np.arange(len(store))
-    contents = contents_of(store)
-    lengths = np.minimum(store.lengths(every), max_seq_length)
+    starts, lengths = crop(every, store.lengths(every), EVAL_SEED, 0, max_seq_length)
+    whole = residues_of(store, np.zeros_like(every), store.lengths(every), alphabet)
+    asked = residues_of(store, starts, lengths, alphabet)
+    unknown = bytes([alphabet.letters.index("X")])
+
+    def is_copy(member: int, protein: int) -> bool:
+        return any(shows(whole[member], text, unknown) for text in {whole[protein], asked[protein]})
+
     order = np.lexsort((hash_counters(derive_key(EVAL_SEED, 0, SET_ORDER), every), clusters))
-    sets, identical = {}, 0
+    sets, copies = {}, 0
     for ring in np.split(order, np.flatnonzero(np.diff(clusters[order])) + 1):
         for place, protein in enumerate(ring.tolist()):
             before, free = [], tokens - int(lengths[protein])
             for member in (*ring[place + 1 :], *ring[:place]):
-                if contents[member] == contents[protein]:
-                    identical += 1
+                if is_copy(member, protein):
+                    copies += 1
                 elif len(before) == set_size - 1 or (free := free - int(lengths[member])) < 0:
                     break
                 else:
                     before.append(int(member))
             sets[protein] = before[::-1]
-    return HeldOutSets.of(sets, identical)
+    return HeldOutSets.of(sets, copies)
 
 
-def contents_of(store: ProteinStore, block: int = 4096) -> list[int]:
-    """A number for each record of a store, the same for equal tokens."""
-    seen: dict[bytes, int] = {}
-    contents = []
+def residues_of(
+    store: ProteinStore, starts: np.ndarray, lengths: np.ndarray, alphabet: Alphabet, block: int = 4096
+) -> list[bytes]:
+    """The ids of the residues in tokens [start, start + length) of every record of a store."""
+    residues: list[bytes] = []
     for first in range(0, len(store), block):
-        records = np.arange(first, min(first + block, len(store)))
-        ids, offsets = store.gather(records, np.zeros_like(records), store.lengths(records))
-        contents += [seen.setdefault(ids[a:b].tobytes(), len(seen)) for a, b in pairwise(offsets.tolist())]
-    return contents
+        here = slice(first, first + block)
+        ids, offsets = store.gather(np.arange(len(store))[here], starts[here], lengths[here])
+        inner = ~np.isin(ids, alphabet.head + alphabet.tail)
+        ids, offsets = ids[inner], np.append(0, np.cumsum(inner))[offsets]
+        residues += [ids[a:b].tobytes() for a, b in pairwise(offsets.tolist())]
+    return residues
 
 
 class HeldOutPlan(BatchPlan):
@@ -171,7 +182,7 @@ def losses_by_number(
     model: nn.Module,
     store: ProteinStore,
     clusters: np.ndarray,
-    tokens: TokenSet,
+    tokens: Alphabet,
     flags: DataFlags,
     world: World,
     numbers: tuple[int, ...] = (0, 1, 2, 4, 8),
@@ -183,7 +194,7 @@ def losses_by_number(
 
     set_tokens: most tokens of a set. The nearest k on the ring precede. UserError if no protein has so many.
     """
-    sets = held_out_sets(store, clusters, max(numbers) + 1, set_tokens, flags.max_seq_length)
+    sets = held_out_sets(store, clusters, max(numbers) + 1, set_tokens, flags.max_seq_length, tokens)
     of_numbers = {}
     for number in numbers:
         chosen = sets.with_at_least(max(numbers), only=number)
@@ -224,12 +235,14 @@ class WithHomologs:
     def _of_split(self, split: str, store: ProteinStore, alone: ProteinLosses) -> HeldOutSets:
         flags = self.task.flags.data
         tokens = SetTokens.of(str(flags.set_tokens)).most
-        sets = held_out_sets(store, alone.clusters, flags.set_size, tokens, flags.max_seq_length)
+        limits, alphabet = (flags.set_size, tokens, flags.max_seq_length), self.task.family.tokens
+        assert isinstance(alphabet, Alphabet), "a family of proteins as text"
+        sets = held_out_sets(store, alone.clusters, *limits, alphabet)
         kept = self._sets[split] = sets.with_at_least(1)
         logger.info(
-            "Held-out sets (%s): %s of %s proteins have others of their cluster before them; left out as equal to the "
-            "protein itself: %s",
-            *(split, f"{len(kept.proteins):,}", f"{len(store):,}", f"{sets.identical:,}"),
+            "Held-out sets (%s): %s of %s proteins have others of their cluster before them; left out as they are, "
+            "are a part of or contain the protein itself: %s",
+            *(split, f"{len(kept.proteins):,}", f"{len(store):,}", f"{sets.copies:,}"),
         )
         return kept
 

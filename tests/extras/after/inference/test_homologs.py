@@ -26,7 +26,9 @@ A3M = [
     ("close", "MKVLAGWERS"),
     ("closer", "MKVLAGWEaaRS"),
     ("far", "--CCCGWCC-"),
-    ("half", "MKVLA-----"),
+    ("half", "MKVLC-----"),
+    ("part", "MKVLA-----"),
+    ("unknown", "MKVLXGWERT"),
     ("same", "MKVLAGWERT"),
     ("holds", "wwMKVLAGWERTww"),
 ]
@@ -58,12 +60,12 @@ def test_an_alignment_gives_residues_weights_and_similarity(tmp_path, name, capl
     text = path.read_bytes()
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
     found = read_homologs(tmp_path / name, QUERY)
-    assert found.residues == [b"MKVLAGWERS", b"MKVLAGWEAARS", b"CCCGWCC", b"MKVLA"]
-    assert found.similarity.tolist() == pytest.approx([0.9, 0.9, 0.2, 0.5])
-    # Rows that hold the query count as neighbours, as they do for E1's authors: 5 of close, 1 of far; and half has all
-    # of its residues in the others.
-    assert found.weights.tolist() == pytest.approx([1 / 5, 1 / 5, 1, 1 / 6])
-    assert "4 homologs; left out: 3 rows that are or contain the query" in caplog.text
+    assert found.residues == [b"MKVLAGWERS", b"MKVLAGWEAARS", b"CCCGWCC", b"MKVLC"]
+    assert found.similarity.tolist() == pytest.approx([0.9, 0.9, 0.2, 0.4])
+    # Rows that hold the query count as neighbours, as they do for E1's authors: 6 of close, 1 of far; and half has 4 of
+    # its 5 residues in the others.
+    assert found.weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1, 1 / 8])
+    assert "4 homologs; left out: 5 rows that are, contain or are a part of the query" in caplog.text
 
 
 def test_aligned_fasta_has_the_querys_columns(tmp_path):
@@ -76,9 +78,9 @@ def test_aligned_fasta_has_the_querys_columns(tmp_path):
 
 
 def test_fasta_without_columns_has_no_similarity(tmp_path, caplog):
-    path = write_fasta(tmp_path / "a.fasta", [("one", "MKV"), ("query", "MKVLAGWERT"), ("two", "MKVLAGWER")])
+    path = write_fasta(tmp_path / "a.fasta", [("one", "MKA"), ("query", "MKVLAGWERT"), ("two", "MKVLAGWES")])
     found = read_homologs(path, QUERY)
-    assert found.residues == [b"MKV", b"MKVLAGWER"]
+    assert found.residues == [b"MKA", b"MKVLAGWES"]
     assert found.weights.tolist() == [1, 1]
     assert np.isnan(found.similarity).all()
     assert "not aligned: all homologs have the same weight, and --max_similarity does not apply" in caplog.text
@@ -91,14 +93,14 @@ def test_a_large_alignment_is_sampled(tmp_path, monkeypatch, caplog):
     found, again = (read_homologs(path, QUERY) for _ in range(2))
     assert found.residues == again.residues
     assert len(found.residues) <= 3
-    assert "4 of its 7 rows are used" in caplog.text
+    assert "4 of its 9 rows are used" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         (A3M[1:5], r"no row is the query \(10 residues, MKVLAGWERT"),
-        ([*A3M, ("short", "MKV-")], "row 8 has 4 columns, the first 10: the rows of an alignment are of one length"),
+        ([*A3M, ("short", "MKV-")], "row 10 has 4 columns, the first 10: the rows of an alignment are of one length"),
         ([*A3M, ("empty", "----------")], "record empty has no residues"),
         ([*A3M, ("numbers", "1234567890")], "record numbers has 10 characters of 10 that are not residues"),
     ],

@@ -239,7 +239,7 @@ def test_homologs_that_hold_the_protein_or_are_too_long_are_left_out(model, tmp_
     found = {text for each in contexts.of("one", QUERY.encode()) for text in each}
     assert found
     assert not any(QUERY.encode() in text or len(text) > 116 for text in found)
-    assert "left out: 3 rows that are or contain the query" in caplog.text
+    assert "left out: 3 rows that are, contain or are a part of the query" in caplog.text
     assert "one: 1 homologs are longer than a context: left out" in caplog.text
 
 

@@ -71,7 +71,7 @@ def tokens_of(store, record: int) -> np.ndarray:
 
 def by_loop(store, clusters, set_size: int, budget: int) -> tuple[dict[int, list[int]], int]:
     """The predecessors of each protein, by the definition, and how many members were left out as equal to it."""
-    key, sets, identical = derive_key(EVAL_SEED, 0, SET_ORDER), {}, 0
+    key, sets, copies = derive_key(EVAL_SEED, 0, SET_ORDER), {}, 0
     ring = sorted(range(len(store)), key=lambda record: int(hash_counters(key, np.array([record]))[0]))
     for protein in range(len(store)):
         at = ring.index(protein)
@@ -79,14 +79,14 @@ def by_loop(store, clusters, set_size: int, budget: int) -> tuple[dict[int, list
         free, before, full = budget - min(LONGEST, len(tokens_of(store, protein))), [], False
         for other in others:
             if np.array_equal(tokens_of(store, other), tokens_of(store, protein)):
-                identical += not full
+                copies += not full
                 continue
             free -= min(LONGEST, len(tokens_of(store, other)))
             full = full or free < 0 or len(before) == set_size - 1
             if not full:
                 before.insert(0, other)
         sets[protein] = before
-    return sets, identical
+    return sets, copies
 
 
 def loss_by_loop(model, store, protein: int, before: list[int]) -> tuple[float, int]:
@@ -114,18 +114,48 @@ def loss_by_loop(model, store, protein: int, before: list[int]) -> tuple[float, 
 
 @pytest.mark.parametrize(("set_size", "budget"), [(16, BUDGET), (3, BUDGET), (16, 100), (1, BUDGET)])
 def test_predecessors_are_those_of_a_plain_loop(store, clusters, set_size, budget):
-    sets = held_out_sets(store, clusters, set_size, budget, LONGEST)
-    expected, identical = by_loop(store, clusters, set_size, budget)
+    sets = held_out_sets(store, clusters, set_size, budget, LONGEST, ALPHABET)
+    expected, copies = by_loop(store, clusters, set_size, budget)
     found = np.split(sets.records, sets.bounds[1:-1])
     assert dict(zip(sets.proteins.tolist(), (each[:-1].tolist() for each in found), strict=True)) == expected
     assert [each[-1] for each in found] == sets.proteins.tolist()
-    assert sets.identical == identical
-    assert set_size < 16 or budget < BUDGET or identical > 0
+    assert sets.copies == copies
+    assert set_size < 16 or budget < BUDGET or copies > 0
     assert set_size == 1 or (sets.numbers > 1).sum() > 5
 
 
+class Texts:
+    """A store of these proteins."""
+
+    def __init__(self, texts: list[str]):
+        self.ids = [ALPHABET.encode(text) for text in texts]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def lengths(self, records: np.ndarray) -> np.ndarray:
+        return np.array([len(self.ids[n]) for n in records])
+
+    def gather(self, records, starts, lengths) -> tuple[np.ndarray, np.ndarray]:
+        crops = [self.ids[n][a : a + size] for n, a, size in zip(records, starts, lengths, strict=True)]
+        return np.concatenate(crops), np.append(0, np.cumsum(lengths))
+
+
+def test_members_that_show_the_protein_do_not_precede_it():
+    """Copies with X, fragments, longer ones, and one that differs only outside of the crop that is asked."""
+    protein = "MKVLAGWERTYHDNMKVLCCWERTYHDNAQ"
+    copies = [protein, protein[:9] + "X" + protein[10:], protein[4:12], "GG" + protein + "GG"]
+    texts = [protein, *copies, "MKVLAGWERTYHDNMKVLCCWERTYHDNAC"]
+    for longest, shown in ((64, [5]), (12, [])):
+        starts, _ = crop(np.arange(1), np.array([len(protein) + 4]), EVAL_SEED, 0, longest)
+        assert longest == 64 or 0 < starts[0] < len(protein) - longest
+        sets = held_out_sets(Texts(texts), np.zeros(6, np.int64), 16, 512, longest, ALPHABET)
+        of_first = sets.proteins.tolist().index(0)
+        assert sets.records[sets.bounds[of_first] : sets.bounds[of_first + 1]].tolist() == [*shown, 0]
+
+
 def test_losses_behind_homologs_are_those_of_a_plain_loop(model, store, clusters, flags):
-    sets = held_out_sets(store, clusters, 16, BUDGET, LONGEST).with_at_least(1)
+    sets = held_out_sets(store, clusters, 16, BUDGET, LONGEST, ALPHABET).with_at_least(1)
     found = losses_with_homologs(model, store, sets, ALPHABET, flags, ALONE)
     assert found.masked.sum() == found.masked[sets.proteins].sum() > 300
     for number, protein in enumerate(sets.proteins.tolist()):
@@ -155,7 +185,10 @@ def test_losses_by_number_are_of_the_same_proteins(model, store, clusters, flags
 
 
 def test_gains_are_means_over_residues_with_errors_over_clusters(store, clusters):
-    sets, generator = held_out_sets(store, clusters, 16, BUDGET, LONGEST).with_at_least(1), np.random.default_rng(0)
+    sets, generator = (
+        held_out_sets(store, clusters, 16, BUDGET, LONGEST, ALPHABET).with_at_least(1),
+        np.random.default_rng(0),
+    )
     masked = generator.integers(0, 9, len(store)).astype(np.int32)
     alone, behind = (generator.random(len(store)) * masked for _ in range(2))
     results = gains(sets, ProteinLosses(alone, masked, clusters), ProteinLosses(behind, masked), "eval")
