@@ -4,9 +4,10 @@ python -m benchmarks.homologs --models 1.2M=out/final_model --dataset_dir proces
     [--output TABLE.md]
 
 The same held-out proteins, with the same residues hidden, follow 0, 1, 2, 4 and 8 members of their own cluster, none
-of which equals, is a part of or contains them. Beside the models: of planted families (--divergence) the least loss that is possible
-(benchmarks/planted_families.py); of others a letter table over alignments (benchmarks/aligned_relatives.py), of the
-same relatives, in which the hidden residues are hidden too, and once more where the alignment may see them.
+of which equals, is a part of or contains them. Beside the models: of planted families (--divergence) the least
+loss that is possible (benchmarks/planted_families.py); of others a letter table over alignments
+(benchmarks/aligned_relatives.py), of the same relatives, in which the hidden residues are hidden too, and once more
+where the alignment may see them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from extras.families.sets.evaluation import HeldOutSets, held_out_sets, losses_with_homologs
 
 from benchmarks.aligned_relatives import OTHER, LetterTable, aligned_letters
 from benchmarks.measuring import publish, say, where_measured
@@ -36,6 +36,7 @@ from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.protein_losses import ProteinLosses, mean_and_error
 from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.families.sets.evaluation import HeldOutSets, held_out_sets, losses_with_homologs
 from extras.prepare.synthetic_structures import RESIDUES
 
 PAIRS = 3000  # of training proteins, that the letter table is counted over

@@ -23,21 +23,15 @@ from common.cli import UserError, run
 from common.files.safe_files import replace_flushed
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras.prepare.cluster_splits import COLUMNS
-from extras.prepare.sources.compression import (
-    HEAD_BYTES,
-    check_duplicates,
-    detect_non_text,
-    open_decompressed,
-    strip_compression,
-)
+from extras.prepare.sources.compression import check_duplicates, strip_compression
 from extras.prepare.sources.fasta import read_fasta
+from extras.prepare.sources.hits import accession, read_hits
 from extras.prepare.sources.residues import ANNOTATIONS, Cleaner
 
 logger = logging.getLogger(__name__)
 ALIGNMENTS = (".a3m", ".a2m", ".afa", ".aln", ".fasta", ".fa", ".fas")  # ends of names, of a directory's files
 GAPS, LOWER = b"-.", bytes(range(ord("a"), ord("z") + 1))
 PROTEINS, TABLE = "proteins.fasta", "clusters.tsv"
-HEADER = ("query", "target")  # of MMseqs2's --format-mode 4
 
 
 @dataclass
@@ -134,12 +128,13 @@ def add_alignments(families: Families, paths: list[Path]) -> None:
     queries: dict[str, tuple[str, bytes]] = {}
     for path in paths:
         cluster = "_".join(Path(strip_compression(path.name)).stem.split())
+        if not cluster.isprintable():
+            raise UserError(f"{str(path)!r}: its name, that of its cluster, is not UTF-8 or not printable: rename it")
         if cluster in families.members:
             raise UserError(f"{path}: a second file called {cluster}: clusters have their names: rename one")
         seen = set()
         for number, (name, row) in enumerate(read_alignment(path)):
             residues = row.translate(None, GAPS).upper()
-
             if number == 0 and queries.setdefault(name, (cluster, residues))[1] != residues:
                 families.counts["renamed"] += 1
                 name = cluster
@@ -154,40 +149,17 @@ def add_alignments(families: Families, paths: list[Path]) -> None:
 # ---- hits ----
 
 
-def read_hits(path: Path) -> Iterator[tuple[str, str]]:
-    """(query, target) of each row; lines of comment and empty ones are left out. UserError for other files."""
-    columns, rows = (0, 1), 0
-    with open_decompressed(path) as file:
-        if what := detect_non_text(file.peek(HEAD_BYTES)[:HEAD_BYTES]):
-            raise UserError(f"--hits {path}: {what}")
-        for number, raw in enumerate(file, start=1):
-            line = raw.decode("utf-8", "replace").rstrip("\r\n")
-            if not line or line.startswith("#"):
-                continue
-            words = line.split("\t")
-            if not rows and set(HEADER) <= set(words):
-                columns = (words.index("query"), words.index("target"))
-                continue
-            names = [words[column].split()[:1] for column in columns if column < len(words)]
-            if len(names) < 2 or not all(names):
-                raise UserError(
-                    f"--hits {path}: line {number:,}: {line[:60]!r}: expected a query and a target, separated by tabs"
-                )
-            rows += 1
-            yield names[0][0], names[1][0]
-    if not rows:
-        raise UserError(f"--hits {path}: no hit in it")
-
-
 def add_hits(families: Families, hits: Path, fasta: Path) -> None:
-    """Each query and its targets as a cluster, in the order of the table."""
+    """Each query and its targets as a cluster, in the order of the table, by their accessions."""
     clusters: dict[str, dict[str, None]] = {}
-    for query, target in read_hits(hits):
+    for _, (query, target) in read_hits(hits, "--hits", ("query", "target")):
         clusters.setdefault(query, {query: None})[target] = None
+    if not clusters:
+        raise UserError(f"--hits {hits}: no hit in it")
     wanted = {name for names in clusters.values() for name in names}
     found: dict[str, bytes] = {}
     for raw, residues in read_fasta(fasta, cleaner=Cleaner(str(fasta), gaps="refuse")):
-        name = raw.decode()
+        name = accession(raw.decode())
         if name in wanted and found.setdefault(name, residues) != residues:
             raise UserError(f"--fasta {fasta}: {name}: twice, with other residues: rename one")
     for query, names in clusters.items():

@@ -23,14 +23,14 @@ from common.models.family import encoder_family, encoders, family_of
 from extras.after.inference.encoder import Encoder
 from extras.after.inference.homologs import (
     Homologs,
-    accession,
+    hits_of,
     is_table,
     of_hits,
-    read_hits,
     read_homologs,
     read_targets,
 )
 from extras.prepare.sources.compression import strip_compression
+from extras.prepare.sources.hits import accession
 
 logger = logging.getLogger(__name__)
 ENDINGS = (".a3m", ".a2m", ".fasta", ".fa", ".fas")  # of files ID.a3m in a directory
@@ -38,6 +38,7 @@ HomologsOf = Callable[[str, bytes], Homologs]
 # Of E1's authors: 15 contexts are all pairs of these.
 CONTEXT_TOKENS = (7168, 14336, 21504)
 MAX_SIMILARITY = (1.0, 0.95, 0.9, 0.7, 0.5)
+MOST_CONTEXTS = 1000
 
 
 class Setting(NamedTuple):
@@ -72,7 +73,8 @@ class ContextFlags(Flags):
     seed: int = flag(0, "Seed of the draws of homologs.")
 
     def check(self) -> None:
-        self.require_at_least(1, "contexts")
+        if not 1 <= self.contexts <= MOST_CONTEXTS:
+            raise UserError(f"--contexts {self.contexts}: 1 to {MOST_CONTEXTS:,}")
         self.require_at_least(0, "seed")
         for tokens in self.context_tokens or ():
             if tokens < 1:
@@ -81,8 +83,9 @@ class ContextFlags(Flags):
             if not 0 < similarity <= 1:
                 raise UserError(f"--max_similarity {similarity}: above 0, at most 1")
         if self.homologs is None:
-            if self.homologs_fasta:
-                raise UserError("--homologs_fasta: the database of an .m8 file: give --homologs too")
+            for name in ("homologs_fasta", "contexts", "context_tokens", "max_similarity", "seed"):
+                if getattr(self, name) != getattr(ContextFlags, name):
+                    raise UserError(f"--{name}: is of contexts of homologs: give --homologs too")
             return
         path = Path(self.homologs)
         if not path.exists():
@@ -175,7 +178,7 @@ class Sources:
         self.where = f"--homologs {flags.homologs}"
         self.hits: dict[str, dict[str, float]] | None = None
         if is_table(Path(str(flags.homologs))):
-            self.hits = read_hits(Path(str(flags.homologs)))
+            self.hits = hits_of(Path(str(flags.homologs)))
             self.hits = {name: self.hits.get(accession(name), {}) for name in self.files}
             targets = {target for of_query in self.hits.values() for target in of_query}
             self.targets = read_targets(str(flags.homologs_fasta), targets)
@@ -228,6 +231,7 @@ class Contexts:
     def of(self, name: str, protein: bytes) -> list[list[bytes]]:
         """The homologs' residues of each context of a protein, some perhaps empty. Says what is left out."""
         homologs = self.homologs_of(name, protein)
+        found = len(homologs.residues)
         tokens = np.array([len(text) + self.encoder.alphabet.num_special for text in homologs.residues], np.int64)
         fits = tokens <= min(self.longest, max(each.tokens for each in self.settings))
         if not fits.all():
@@ -241,7 +245,7 @@ class Contexts:
         sizes = [len(context) for context in contexts]
         empty = sizes.count(0)
         logger.info("%s: %d contexts of %d to %d homologs", name[:40], len(contexts), min(sizes), max(sizes))
-        if residues and empty:
+        if found and empty:
             logger.warning(
                 "%s: %d of %d contexts have no homolog, as all are more similar or longer: it is read alone in these",
                 *(name[:40], empty, len(contexts)),

@@ -8,7 +8,6 @@ same.
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,9 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.cli import UserError
-from extras.prepare.sources.compression import open_decompressed, strip_compression
+from extras.prepare.sources.compression import strip_compression
 from extras.prepare.sources.copies import shows
 from extras.prepare.sources.fasta import read_fasta, read_fasta_lines
+from extras.prepare.sources.hits import COLUMNS, accession, read_hits
 from extras.prepare.sources.records import columns
 from extras.prepare.sources.residues import Cleaner, is_alignment
 
@@ -31,8 +31,7 @@ IS_GAP = np.isin(np.arange(256), list(b"-."))
 MOST_ROWS = 10_000  # of an alignment: weights compare each row with each
 SIMILAR = (4, 5)  # rows that share 4 of 5 residues share their weight
 HITS = ".m8"
-HIT_COLUMNS = 4  # query, target, identity, aligned columns: the first of a line
-PERCENT = 100.0
+PERCENT, MOST_COLUMNS = 100.0, 1e6
 
 
 class Homologs(NamedTuple):
@@ -113,7 +112,7 @@ def _of_alignment(where: str, residues: list[bytes], in_columns: list[bytes], qu
 
 
 def _others(where: str, found: Homologs, query: bytes) -> Homologs:
-    """Without the rows that show the query's residues, which a model would copy. One of an alignment is the query itself."""
+    """Without the rows that show the query's residues, which a model would copy. One of an alignment is the query."""
     kept = [n for n, text in enumerate(found.residues) if not shows(text, query)]
     counts = (f"{count:,}" for count in (len(kept), len(found.residues) - len(kept)))
     logger.info("%s: %s homologs; left out: %s rows that are, contain or are a part of the query", where, *counts)
@@ -125,38 +124,31 @@ def is_table(path: Path) -> bool:
     return strip_compression(path.name.lower()).endswith(HITS)
 
 
-def accession(name: str) -> str:
-    """MMseqs2's name of a protein: the accession of `sp|P12345|NAME`, other names as they are."""
-    parts = name.split("|")
-    return parts[1] if len(parts) > 2 else name
-
-
-def read_hits(path: Path) -> dict[str, dict[str, float]]:
+def hits_of(path: Path) -> dict[str, dict[str, float]]:
     """{query's accession: {target's accession: identical residues}} of a table of hits.
 
-    MMseqs2's default columns or BLAST's (-outfmt 6): query, target, identity (a fraction or in per cent), aligned
-    columns, others. Of several hits of a target the one with the most identical residues counts.
+    Identities are fractions, as MMseqs2 writes them, or per cent. Of several hits of a target the one with the most
+    identical residues counts.
     """
     where = f"--homologs {path}"
     names: list[tuple[str, str]] = []
     numbers: list[tuple[float, float]] = []
-    with open_decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            cells = line.rstrip("\r\n").split("\t")
-            if line.startswith("#") or cells == [""]:
-                continue
-            try:
-                query, target, identity, length = cells[:HIT_COLUMNS]
-                numbers.append((float(identity), float(length)))
-            except ValueError:
-                raise UserError(
-                    f"{where}: line {number}: expected query, target, identity and aligned columns between tabs, as "
-                    f"MMseqs2 and BLAST (-outfmt 6) write them: {line.strip()[:40]!r}"
-                ) from None
-            names.append((accession(query), accession(target)))
+    for line, (query, target, identity, length) in read_hits(path, "--homologs", tuple(COLUMNS)):
+        try:
+            numbers.append((float(identity), float(length)))
+        except ValueError:
+            raise UserError(
+                f"{where}: line {line:,}: identity {identity[:20]!r} and aligned columns {length[:20]!r} are not both "
+                "numbers: use the default columns"
+            ) from None
+        names.append((query, target))
     identity, length = np.array(numbers).reshape(-1, 2).T
-    if not np.isfinite(identity).all() or (identity < 0).any() or (identity > PERCENT).any():
-        raise UserError(f"{where}: its third column is no identity (0 to 1, or 0 to 100): use the default columns")
+    for what, column, values, most in (
+        ("third", "identity (0 to 1, or 0 to 100)", identity, PERCENT),
+        ("fourth", "number of aligned columns", length, MOST_COLUMNS),
+    ):
+        if not ((values >= 0) & (values <= most)).all():
+            raise UserError(f"{where}: its {what} column is no {column}: use the default columns")
     identical = identity * length / (PERCENT if identity.max(initial=0) > 1 else 1)
     hits: dict[str, dict[str, float]] = {}
     for (query, target), count in zip(names, identical.tolist(), strict=True):
@@ -166,7 +158,8 @@ def read_hits(path: Path) -> dict[str, dict[str, float]]:
 
 
 def read_targets(fasta: str, targets: Iterable[str]) -> dict[str, bytes]:
-    """{accession: residues} of these records of a database. UserError for those that are not in it."""
+    """{accession: residues} of these records of a database. UserError for those that are not in it, and for two of an
+    accession that differ."""
     where, wanted = f"--homologs_fasta {fasta}", set(targets)
     found: dict[str, bytes] = {}
     for lines in read_fasta_lines(fasta, cleaner=Cleaner(where)):
@@ -176,7 +169,10 @@ def read_targets(fasta: str, targets: Iterable[str]) -> dict[str, bytes]:
             names = pa.array([accession(name) for name in names.to_pylist()])
         chosen = pc.is_in(names, pa.array(sorted(wanted), pa.string()))
         texts = rows.column("text").filter(chosen).to_pylist()
-        found |= dict(zip(names.filter(chosen).to_pylist(), (text.upper().encode() for text in texts), strict=True))
+        for name, text in zip(names.filter(chosen).to_pylist(), texts, strict=True):
+            residues = text.upper().encode()
+            if found.setdefault(name, residues) != residues:
+                raise UserError(f"{where}: {name[:40]}: twice, with other residues: rename one, and search again")
     if lacking := sorted(wanted - found.keys()):
         raise UserError(
             f"{where}: {len(lacking):,} hits are not in it, {lacking[0][:40]!r} the first: give the database"
@@ -185,7 +181,7 @@ def read_targets(fasta: str, targets: Iterable[str]) -> dict[str, bytes]:
 
 
 def of_hits(where: str, hits: dict[str, float], targets: dict[str, bytes], query: bytes) -> Homologs:
-    """The homologs of one query. hits, targets: as of `read_hits` and `read_targets`."""
+    """The homologs of one query. hits, targets: as of `hits_of` and `read_targets`."""
     similarity = np.minimum(np.array(list(hits.values()), np.float64) / len(query), 1.0)
     residues = [targets[name] for name in hits]
     return _others(where, Homologs(residues, np.ones(len(residues)), similarity), query)

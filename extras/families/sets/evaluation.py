@@ -42,7 +42,7 @@ GROUPS = {"1": (1, 1), "2_3": (2, 3), "4_7": (4, 7), "8_up": (8, 1 << 62)}  # of
 @dataclass(frozen=True)
 class HeldOutSets:
     """Proteins and their predecessors. Of protein n, proteins[n], the set is records[bounds[n] : bounds[n + 1]], in
-    whose order it is the last; all int64. copies: members that were left out because they show the protein's residues."""
+    whose order it is the last; all int64. copies: members that were left out as they show a protein's residues."""
 
     proteins: np.ndarray
     records: np.ndarray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 
 import numpy as np
@@ -49,6 +50,23 @@ def test_query_and_its_hits_are_a_cluster(tmp_path, header):
     proteins, table = prepared(tmp_path, "--hits", tmp_path / "hits.m8", "--fasta", tmp_path / "db.fasta")
     assert proteins == [("Q1", "MKTAY"), ("H1", "MKAALAY"), ("Q2", "ACDEF"), ("H3", "ACDEG")]
     assert table == [("Q1", "Q1"), ("Q1", "H1"), ("Q2", "Q2"), ("Q2", "H3")]
+
+
+def test_names_are_accessions_as_mmseqs_writes_them(tmp_path):
+    """Also beside a table of BLAST's, which has whole names."""
+    (tmp_path / "hits.m8").write_text("Q1\tH1\t0.9\t7\nsp|Q1|X\tUniRef50_H2\t0.9\t7\n")
+    (tmp_path / "db.fasta").write_text(">sp|Q1|X y\nMKTAY\n>tr|H1|Z\nMKAALAY\n>UniRef50_H2 z\nMAY\n")
+    proteins, table = prepared(tmp_path, "--hits", tmp_path / "hits.m8", "--fasta", tmp_path / "db.fasta")
+    assert proteins == [("Q1", "MKTAY"), ("H1", "MKAALAY"), ("UniRef50_H2", "MAY")]
+    assert table == [("Q1", "Q1"), ("Q1", "H1"), ("Q1", "UniRef50_H2")]
+
+
+def test_file_whose_name_is_no_text_is_refused(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff.a3m")
+    path.write_text(A3M)
+    with pytest.raises(UserError, match="is not UTF-8 or not printable: rename it"):
+        prepared(tmp_path, "--a3m", path)
+    assert not (tmp_path / "out").exists()
 
 
 def test_columns_are_those_of_the_header(tmp_path):
@@ -104,8 +122,8 @@ def test_alignment_that_cannot_be_read(tmp_path, content, line):
     ("hits", "line"),
     [
         ("", "hits.m8: no hit in it"),
-        ("Q1 H1\n", "hits.m8: line 1: 'Q1 H1': expected a query and a target, separated by tabs"),
-        ("Q1\tH1\n\tH1\n", "line 2: '\\tH1': expected a query and a target"),
+        ("Q1 H1\n", "hits.m8: line 1: 'Q1 H1': expected query and target, separated by tabs"),
+        ("Q1\tH1\n\tH1\n", "line 2: '\\tH1': expected query and target"),
         ("Q9\tH1\n", "db.fasta: the query Q9 of "),
         ("Q1\tH9\n", "db.fasta: the target H9 of "),
         ("Q1\tH1\nQ2\tH1\n", "H1: is in two clusters, Q1 and Q2: give --shared first"),

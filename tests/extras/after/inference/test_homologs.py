@@ -14,7 +14,7 @@ import pytest
 from common.cli import UserError
 from extras.after.inference import homologs as module
 from extras.after.inference.contexts import ContextFlags, Setting, Sources, draw, mean_over
-from extras.after.inference.homologs import Homologs, read_hits, read_homologs, read_targets, weights_of
+from extras.after.inference.homologs import Homologs, hits_of, read_homologs, read_targets, weights_of
 from tests.conftest import ROOT
 from tests.data_fixtures import write_fasta
 from tests.typed import blocks, sh
@@ -62,8 +62,8 @@ def test_an_alignment_gives_residues_weights_and_similarity(tmp_path, name, capl
     found = read_homologs(tmp_path / name, QUERY)
     assert found.residues == [b"MKVLAGWERS", b"MKVLAGWEAARS", b"CCCGWCC", b"MKVLC"]
     assert found.similarity.tolist() == pytest.approx([0.9, 0.9, 0.2, 0.4])
-    # Rows that hold the query count as neighbours, as they do for E1's authors: 6 of close, 1 of far; and half has 4 of
-    # its 5 residues in the others.
+    # Rows that hold the query count as neighbours, as they do for E1's authors: 6 of close, 1 of far; and half has 4
+    # of its 5 residues in the others.
     assert found.weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1, 1 / 8])
     assert "4 homologs; left out: 5 rows that are, contain or are a part of the query" in caplog.text
 
@@ -155,8 +155,12 @@ def test_a_protein_without_hits_is_alone(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("query two 0.5 8\n", "line 1: expected query, target, identity and aligned columns between tabs"),
-        (HITS + "query\ttwo\thigh\t8\n", "line 6: expected query, target"),
+        ("query two 0.5 8\n", "line 1: 'query two 0.5 8': expected query, target, identity and aligned columns"),
+        ("query\ttarget\tbits\n", "line 1: .*: expected query, target"),
+        (HITS + "query\ttwo\thigh\t8\n", "line 6: identity 'high' and aligned columns '8' are not both numbers"),
+        ("query\ttwo\t0.9\tnan\n", "its fourth column is no number of aligned columns"),
+        ("query\ttwo\t0.9\t-8\n", "its fourth column is no number of aligned columns"),
+        ("\x00\x01\x02", "a.m8: it is a binary file"),
         ("query\ttwo\t300\t8\n", "its third column is no identity"),
         ("query\ttwo\tnan\t8\n", "its third column is no identity"),
     ],
@@ -164,7 +168,19 @@ def test_a_protein_without_hits_is_alone(tmp_path, caplog):
 def test_a_bad_table_of_hits_is_refused(tmp_path, text, message):
     (tmp_path / "a.m8").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_hits(tmp_path / "a.m8")
+        hits_of(tmp_path / "a.m8")
+
+
+def test_columns_of_hits_are_those_of_a_header(tmp_path):
+    (tmp_path / "a.m8").write_text("target\tevalue\talnlen\tquery\tpident\ntr|P1|x\t1\t8\tsp|Q|y\t50\n")
+    assert hits_of(tmp_path / "a.m8") == {"Q": {"P1": 4.0}}
+
+
+def test_two_proteins_of_an_accession_are_refused(tmp_path):
+    fasta = write_fasta(tmp_path / "db.fasta", [("pdb|1ABC|A", "MKV"), ("pdb|1ABC|B", "MKA"), ("a|b|c", "MKV")])
+    assert read_targets(str(fasta), ["a|b|c"]) == {"a|b|c": b"MKV"}
+    with pytest.raises(UserError, match="1ABC: twice, with other residues: rename one, and search again"):
+        read_targets(str(fasta), ["1ABC"])
 
 
 def test_hits_of_another_database_are_refused(tmp_path):
@@ -234,7 +250,10 @@ def test_mean_over_contexts():
         ({"homologs": "a.a3m", "homologs_fasta": "a.a3m"}, "only of an .m8 file: drop it"),
         ({"homologs_fasta": "a.a3m"}, "give --homologs too"),
         ({"homologs": "a.m8", "homologs_fasta": "none"}, "no such file"),
-        ({"contexts": 0}, "--contexts 0: must be at least 1"),
+        ({"contexts": 0}, "--contexts 0: 1 to 1,000"),
+        ({"homologs": "a.a3m", "contexts": 100000}, "--contexts 100000: 1 to 1,000"),
+        ({"contexts": 3}, "--contexts: is of contexts of homologs: give --homologs too"),
+        ({"max_similarity": [0.5]}, "--max_similarity: is of contexts of homologs"),
         ({"seed": -1}, "--seed -1: must be at least 0"),
         ({"context_tokens": [100, 0]}, "--context_tokens 0: must be at least 1"),
         ({"max_similarity": [1.5]}, "--max_similarity 1.5: above 0, at most 1"),

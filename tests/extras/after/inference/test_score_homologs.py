@@ -229,6 +229,11 @@ def test_a_family_of_single_proteins_is_refused(job, tmp_path):
         )
 
 
+def test_a_budget_that_no_homolog_fits_is_warned_of(job, caplog):
+    job("mutant\nM1W\n", "--contexts", 2, "--context_tokens", 10, "--max_seq_length", 100)
+    assert "2 of 2 contexts have no homolog, as all are more similar or longer" in caplog.text
+
+
 def test_homologs_that_hold_the_protein_or_are_too_long_are_left_out(model, tmp_path, caplog):
     caplog.set_level("INFO")
     rows = [*family(QUERY), ("copy", QUERY), ("holds", "aa" + QUERY + "aa"), ("long", QUERY[:-1] + "a" * 150 + "C")]
