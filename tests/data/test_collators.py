@@ -35,7 +35,7 @@ def test_collator_batch_of_a_pack():
     assert asked == selected.nonzero().flatten().tolist() + [-1] * (len(asked) - int(selected.sum()))
     original = torch.where(selected, batch["labels"], batch["input_ids"])
     assert np.array_equal(original.numpy(), ids)
-    assert Counts.of([batch]) == (int(selected.sum()), 150, 49 + 10_000 + 1 + 1764, 4, 3)
+    assert Counts.of([batch]) == (int(selected.sum()), 150, 49 + 10_000 + 1 + 1764, 4, 3, 0)
 
 
 def test_collator_of_empty_pack():
@@ -45,15 +45,15 @@ def test_collator_of_empty_pack():
     assert batch["predicted"].tolist() == []
     assert batch["cu_seqlens"].tolist() == [0, 1]
     assert batch["max_seqlen"] == 1
-    assert Counts.of([batch]) == (0, 0, 0, 0, 0)
+    assert Counts.of([batch]) == (0, 0, 0, 0, 0, 0)
 
 
 def test_counts_sum_over_batches():
     batches = [MaskingCollator(ESM2_TOKENS, seed=0)(*random_pack(lengths)) for lengths in ([30, 20], [50], [])]
     counts = Counts.of(batches)
     assert counts.num_targets == sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    assert counts[1:] == (100, 900 + 400 + 2500, 3, 0)
-    assert Counts.of([]) == (0, 0, 0, 0, 0)
+    assert counts[1:] == (100, 900 + 400 + 2500, 3, 0, 0)
+    assert Counts.of([]) == (0, 0, 0, 0, 0, 0)
 
 
 def test_mask_rates_fall_linearly_to_the_last_step():
