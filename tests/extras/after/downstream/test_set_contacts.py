@@ -25,7 +25,8 @@ from tests.extras.after.inference.test_score_homologs import tokens_of
 from tests.extras.families.e1.reference import Reference
 
 CONFIG = e1_config(3, 32, 4, 48)  # the third layer attends to sets
-FLAGS = ("--use_cpu", "--contexts", 2, "--context_tokens", 300, 600, "--maps", 1)
+OWN = ("--use_cpu", "--maps", 1)
+FLAGS = (*OWN, "--contexts", 2, "--context_tokens", 300, 600)
 
 
 class Recording(Reference):
@@ -99,7 +100,8 @@ def test_maps_are_of_the_protein_behind_its_homologs(reference, model):
 def test_contacts_with_homologs_are_means_over_contexts(model, structures, tmp_path):
     asked = ("--model_name_or_path", model, "--structures", structures, *FLAGS)
     homologs = ("--homologs", structures.parent / "homologs")
-    call(script, *asked, "--output_dir", tmp_path / "alone")
+    alone = ("--model_name_or_path", model, "--structures", structures, *OWN)
+    call(script, *alone, "--output_dir", tmp_path / "alone")
     call(script, *asked, "--output_dir", tmp_path / "sets", *homologs)
     with (tmp_path / "sets" / "contacts.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 3
