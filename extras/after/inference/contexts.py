@@ -160,8 +160,9 @@ def _only(directory: Path, name: str, listed: Mapping[str, list[Path]]) -> Path:
 
 
 def check_family(model: str) -> None:
-    """UserError for a model that does not read sets, which names the families that do."""
+    """UserError for a model that is not there, or does not read sets, which names the families that do."""
     family = encoder_family(model)
+    family.load_config(model)
     if not family.reads_sets:
         readers = ", ".join(each.title for name in encoders() if (each := family_of(name)).reads_sets)
         raise UserError(f"--homologs: {family.title} reads single proteins: give a model that reads sets ({readers})")
