@@ -7,7 +7,10 @@ python -m benchmarks.potts_homologs score --model out/final_model [--families 40
 extras/prepare/synthetic_structures.py: each site takes one of two residues of its family, by couplings to other sites.
 `score` makes further families. In a member of each it scores all single mutants (masked marginals). The table has the
 area under the ROC curve of allowed mutants, the other residue of a site, among all; and, of the allowed ones, the
-Spearman correlation with the effect in the family by its couplings, log p(mutant) - log p(wild type).
+Spearman correlation with the effect in the family by its couplings, log p(mutant) - log p(wild type). And the area
+for pairs of coupled sites among all pairs: by what a mutation at one changes in the logits of the two residues of the
+other; beside it by the correlation of the two sites in the same homologs and the protein, which is what these tell
+without a model.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +33,7 @@ from common.flags import Flags, Missing, flag, parse_arguments
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.mutation_scores import RESIDUES as SCORED
 from extras.after.inference.mutation_scores import single_mutants
-from extras.prepare.synthetic_structures import COUPLED, PottsFamily, letters
+from extras.prepare.synthetic_structures import COUPLED, RESIDUES, STRAND, STRANDS, PottsFamily, letters
 
 FORBIDDEN = -np.inf  # effect of a residue that a site never has
 
@@ -38,6 +42,7 @@ FORBIDDEN = -np.inf  # effect of a residue that a site never has
 class MakeArguments(Flags):
     families: int = flag(8000, "Families.")
     members: int = flag(16, "Members of each.")
+    strand: int = flag(STRAND, "Residues of each of the eight strands; only those of a row are coupled.")
     seed: int = flag(1, "For other families.")
 
 
@@ -45,9 +50,14 @@ class MakeArguments(Flags):
 class ScoreArguments(Flags):
     model: str | None = flag(None, "A model that reads sets.")
     families: int = flag(40, "Families, none of which `make` makes by another seed.")
+    strand: int = flag(STRAND, "As above.")
     homologs: list[int] | None = flag(None, "Members that stand before the protein. Default: 0 1 4 8 16.")
     seed: int = flag(1_000_003, "For other families.")
     output: str | None = flag(None, "A file for the table.")
+
+    @property
+    def shown(self) -> list[int]:
+        return self.homologs or [0, 1, 4, 8, 16]
 
     def missing(self) -> Iterator[Missing]:
         if not self.model:
@@ -60,7 +70,9 @@ def write(directory: Path, args: MakeArguments) -> None:
     with open(directory / "proteins.fasta", "w") as fasta, open(directory / "clusters.tsv", "w") as table:
         table.write("ur50_id\tur90_id\n")
         for number in range(args.families):
-            for member, residues in enumerate(PottsFamily.make(generator).members(args.members, generator)):
+            for member, residues in enumerate(
+                PottsFamily.make(generator, args.strand).members(args.members, generator)
+            ):
                 fasta.write(f">P{number}M{member}\n{letters(residues)}\n")
                 table.write(f"P{number}\tP{number}M{member}\n")
 
@@ -85,12 +97,45 @@ def effects(family: PottsFamily, residues: np.ndarray) -> np.ndarray:
     return table
 
 
-def correlations(encoder: Encoder, args: ScoreArguments, number: int) -> tuple[list[float], list[float]]:
-    """Of each family behind so many members: the area under the curve, and Spearman's correlation."""
-    generator, areas, allowed = np.random.default_rng(args.seed), [], []
+def model_couplings(encoder: Encoder, family: PottsFamily, protein: np.ndarray, context: Any) -> np.ndarray:
+    """[L, L]: how much the other residue of a site changes the model's log-odds of another site's two residues."""
+    mutants = np.tile(protein, (len(protein) + 1, 1))  # the last is the protein itself
+    of_all = np.arange(len(protein))
+    mutants[of_all, of_all] = family.sites.sum(1) - protein
+    alphabet = encoder.alphabet
+    logits = encoder.logits([alphabet.encode(letters(each)) for each in mutants], context=context)
+    residues = torch.stack(logits)[:, alphabet.num_head : alphabet.num_head + len(protein)]
+    ids = torch.from_numpy(alphabet.byte_to_id[np.frombuffer(RESIDUES.encode(), np.uint8)][family.sites].astype(int))
+    first, second = residues.gather(2, ids.expand(len(mutants), -1, -1)).double().numpy().transpose(2, 0, 1)
+    odds = first - second
+    changed = abs(odds[:-1] - odds[-1])
+    return changed + changed.T
+
+
+def observed_couplings(family: PottsFamily, members: np.ndarray) -> np.ndarray:
+    """[L, L]: |correlation| of which residue two sites have in the members [n, L]; 0 where one has no choice."""
+    second = (members == family.sites[:, 1]) - (members == family.sites[:, 1]).mean(0)
+    spread = np.sqrt((second**2).sum(0))
+    return abs(second.T @ second) / np.maximum(np.outer(spread, spread), np.finfo(float).tiny)
+
+
+def area_of_pairs(family: PottsFamily, strengths: np.ndarray) -> float:
+    """The area under the ROC curve of coupled pairs of sites. strengths: [L, L]."""
+    coupled = np.zeros(strengths.shape, bool)
+    for a, b in COUPLED:
+        coupled[family.rows[:, a], family.rows[:, b]] = coupled[family.rows[:, b], family.rows[:, a]] = True
+    pairs = np.triu_indices(len(coupled), 1)
+    return float(roc_auc_score(coupled[pairs], strengths[pairs]))
+
+
+def measure(encoder: Encoder, args: ScoreArguments, number: int) -> list[list[float]]:
+    """Of each family behind so many members: areas under the curve of mutants, Spearman's correlations, and areas of
+    pairs by the model and by the members."""
+    generator, found = np.random.default_rng(args.seed), []
+    most = max(32, *args.shown)
     for _ in range(args.families):
-        family = PottsFamily.make(generator)
-        *before, protein = family.members(33, generator)
+        family = PottsFamily.make(generator, args.strand)
+        *before, protein = family.members(most + 1, generator)
         context = None
         if number:
             context = encoder.read([letters(each).encode() for each in before[:number]])
@@ -99,9 +144,16 @@ def correlations(encoder: Encoder, args: ScoreArguments, number: int) -> tuple[l
         truth = effects(family, protein)
         is_mutant = np.array([[letter != chr(wild) for letter in SCORED] for wild in text])
         possible = is_mutant & np.isfinite(truth)
-        areas.append(float(roc_auc_score(possible[is_mutant], scored[is_mutant])))
-        allowed.append(float(spearmanr(scored[possible], truth[possible]).statistic))
-    return areas, allowed
+        shown = np.array([*before[:number], protein])
+        found.append(
+            (
+                float(roc_auc_score(possible[is_mutant], scored[is_mutant])),
+                float(spearmanr(scored[possible], truth[possible]).statistic),
+                area_of_pairs(family, model_couplings(encoder, family, protein, context)),
+                area_of_pairs(family, observed_couplings(family, shown)),
+            )
+        )
+    return [list(column) for column in zip(*found, strict=True)]
 
 
 def cell(values: list[float]) -> str:
@@ -111,16 +163,17 @@ def cell(values: list[float]) -> str:
 def score(args: ScoreArguments) -> None:
     encoder = Encoder(EncoderFlags(model_name_or_path=args.model, use_cpu=True))
     lines = [
-        f"{args.families} Potts families of 80 residues that no training saw; a member of each, all single mutants; "
-        "mean ± standard error over families. By chance 0.5 and 0.",
+        f"{args.families} Potts families of {STRANDS * args.strand} residues that no training saw; a member of each, "
+        "all single mutants; mean ± standard error over families. By chance 0.5 and 0.",
         "",
-        "| homologs shown | area under the curve of allowed mutants | Spearman's correlation among these |",
-        "|--:|--:|--:|",
+        "| homologs shown | area under the curve of allowed mutants | Spearman's correlation among these "
+        "| area of coupled pairs, by the model | by the homologs' own correlations |",
+        "|--:|--:|--:|--:|--:|",
     ]
-    for number in args.homologs or [0, 1, 4, 8, 16]:
+    for number in args.shown:
         with torch.inference_mode():
-            areas, allowed = correlations(encoder, args, number)
-        lines.append(f"| {number} | {cell(areas)} | {cell(allowed)} |")
+            measured = measure(encoder, args, number)
+        lines.append(f"| {number} | {' | '.join(map(cell, measured))} |")
         say(lines[-1])
     publish("\n".join([*lines, "", *where_measured("benchmarks.potts_homologs", "torch")]), args.output)
 

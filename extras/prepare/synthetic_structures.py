@@ -131,11 +131,12 @@ class PottsFamily:
     rows: np.ndarray
 
     @classmethod
-    def make(cls, generator: np.random.Generator) -> PottsFamily:
+    def make(cls, generator: np.random.Generator, strand: int = STRAND) -> PottsFamily:
+        """strand: residues of a strand, and so the number of rows."""
         fold = folds()[generator.integers(len(folds()))]
-        sites = np.stack([generator.permutation(20)[:2] for _ in range(STRANDS * STRAND)])
-        up = np.arange(STRAND)[:, None]
-        return cls(sites, STRAND * fold + np.where(generator.random(STRANDS) < 0.5, up, up[::-1]))
+        sites = np.stack([generator.permutation(20)[:2] for _ in range(STRANDS * strand)])
+        up = np.arange(strand)[:, None]
+        return cls(sites, strand * fold + np.where(generator.random(STRANDS) < 0.5, up, up[::-1]))
 
     def members(self, count: int, generator: np.random.Generator) -> np.ndarray:
         """Residue indices [count, L]."""

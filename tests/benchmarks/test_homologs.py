@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.aligned_relatives import GAP_EXTEND, GAP_OPEN, UNALIGNED, LetterTable, aligned_letters, scores
 from benchmarks.planted_families import least_loss, make_family
-from benchmarks.potts_homologs import SCORED, effects
+from benchmarks.potts_homologs import SCORED, area_of_pairs, effects, observed_couplings
 from extras.prepare.synthetic_structures import PottsFamily, letters, row_states
 
 
@@ -117,3 +117,14 @@ def test_potts_effects_are_ratios_of_probabilities():
             letter = letters(family.sites[site, [changed[place]]])
             assert found[site, SCORED.index(letter)] == pytest.approx(np.log(other / own))
             assert np.isneginf(found[site]).sum() == 18
+
+
+def test_coupled_pairs_are_found_in_many_members_and_not_in_one():
+    generator = np.random.default_rng(0)
+    family = PottsFamily.make(generator, strand=2)
+    members = family.members(2000, generator)
+    found = observed_couplings(family, members)
+    second = (members == family.sites[:, 1]).astype(float)
+    assert found == pytest.approx(abs(np.corrcoef(second.T)))
+    assert area_of_pairs(family, found) > 0.95
+    assert area_of_pairs(family, observed_couplings(family, members[:1])) == 0.5
