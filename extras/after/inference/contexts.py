@@ -29,14 +29,15 @@ from extras.after.inference.homologs import (
     read_homologs,
     read_targets,
 )
+from extras.families.sets.family import TRAINED_SETS
 from extras.prepare.sources.compression import strip_compression
 from extras.prepare.sources.hits import accession
 
 logger = logging.getLogger(__name__)
 ENDINGS = (".a3m", ".a2m", ".fasta", ".fa", ".fas")  # of files ID.a3m in a directory
 HomologsOf = Callable[[str, bytes], Homologs]
-# Of E1's authors: 15 contexts are all pairs of these.
-CONTEXT_TOKENS = (7168, 14336, 21504)
+# Of E1's authors: 15 contexts are all pairs of a third, two thirds and all of these tokens, and the similarities.
+CONTEXT_TOKENS = 21504
 MAX_SIMILARITY = (1.0, 0.95, 0.9, 0.7, 0.5)
 MOST_CONTEXTS = 1000
 
@@ -65,7 +66,9 @@ class ContextFlags(Flags):
         5, "Results are means over so many contexts; 15 have all pairs of the default budgets and similarities."
     )
     context_tokens: list[int] | None = flag(
-        None, "Most tokens of homologs in a context; several take turns. Default: 7168 14336 21504."
+        None,
+        "Most tokens of homologs in a context; several take turns. Default: 7168 14336 21504, or a third, two thirds "
+        "and all of the longest sets that the model was trained on.",
     )
     max_similarity: list[float] | None = flag(
         None, "Most similarity of a homolog to the protein; several take turns. Default: 1 .95 .9 .7 .5."
@@ -107,10 +110,11 @@ class ContextFlags(Flags):
         lists = {"context_tokens": self.context_tokens, "max_similarity": self.max_similarity}
         return {"contexts": self.contexts, "seed": self.seed} | {k: v for k, v in lists.items() if v}
 
-    @property
-    def settings(self) -> list[Setting]:
-        """Of each context: budgets and similarities take turns, and all pairs come before one is repeated."""
-        budgets, similarities = self.context_tokens or CONTEXT_TOKENS, self.max_similarity or MAX_SIMILARITY
+    def settings(self, most: int = CONTEXT_TOKENS) -> list[Setting]:
+        """Of each context: budgets and similarities take turns, and all pairs come before one is repeated.
+        most: tokens of the largest budget, where none is given."""
+        budgets = self.context_tokens or [most // 3, 2 * most // 3, most]
+        similarities = self.max_similarity or MAX_SIMILARITY
         turns = math.lcm(len(budgets), len(similarities))
         return [
             Setting(budgets[n % len(budgets)], similarities[(n + n // turns) % len(similarities)])
@@ -214,8 +218,10 @@ class Contexts:
     """
 
     def __init__(self, flags: ContextFlags, encoder: Encoder, homologs_of: HomologsOf):
-        self.encoder, self.settings, self.seed = encoder, flags.settings, flags.seed
+        self.encoder, self.seed = encoder, flags.seed
         config = encoder.model.config
+        trained = config.others.get(TRAINED_SETS)
+        self.settings = flags.settings(min(CONTEXT_TOKENS, trained) if type(trained) is int else CONTEXT_TOKENS)
         self.most, self.longest = config.max_num_sequences - 1, config.max_position_embeddings
         whole = config.max_num_positions_global
         left = whole - encoder.flags.max_seq_length

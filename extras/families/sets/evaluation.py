@@ -28,10 +28,12 @@ from common.data.loader import ProteinStore, evaluation_batches
 from common.data.packing import BatchPlan
 from common.data.training_data import EVAL_SEED, held_out_masks, rank_batches
 from common.distributed.world import World
+from common.models.family import encoder_family
 from common.shape_buckets import predicted_positions
 from common.training.evaluation import held_out_results
 from common.training.masked_lm import MaskedLM, SelectedSums
 from common.training.protein_losses import ProteinLosses, mean_and_error
+from extras.families.sets.family import TRAINED_SETS
 from extras.prepare.sources.copies import shows
 from extras.prepare.sources.sets import SetCollator, SetTokens, pack_sets
 
@@ -206,11 +208,21 @@ def losses_by_number(
     return of_numbers
 
 
+def record_sets(others: dict[str, Any], given: str | None, set_tokens: str | None) -> None:
+    """Record the tokens of the longest sets trained on, by this run or its starting weights before; nothing for
+    published weights that read sets, of which that is unknown. others: of the configuration; given: the starting
+    weights."""
+    before = others.pop(TRAINED_SETS, None)
+    if type(before) is int or not (given and encoder_family(given).reads_sets):
+        others[TRAINED_SETS] = max(SetTokens.of(str(set_tokens)).most, before if type(before) is int else 0)
+
+
 class WithHomologs:
     """The evaluations of a run with homologs. task: its held-out data have clusters, and its family reads sets."""
 
     def __init__(self, task: MaskedLM):
         self.task = task
+        record_sets(task.built.config.others, task.flags.model.model_name_or_path, task.flags.data.set_tokens)
         self._sets: dict[str, HeldOutSets] = {}  # of splits
 
     def evaluate(

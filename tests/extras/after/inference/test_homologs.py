@@ -227,11 +227,13 @@ def test_a_draw_keeps_similarity_budget_and_number():
 
 def test_settings_take_turns():
     """15 contexts are E1's: all pairs once."""
-    settings = ContextFlags(contexts=15).settings
+    settings = ContextFlags(contexts=15).settings()
     assert len(set(settings)) == 15
     assert settings[:4] == [(7168, 1.0), (14336, 0.95), (21504, 0.9), (7168, 0.7)]
-    two = ContextFlags(contexts=5, context_tokens=[10, 20], max_similarity=[0.9, 0.5]).settings
+    two = ContextFlags(contexts=5, context_tokens=[10, 20], max_similarity=[0.9, 0.5]).settings()
     assert two == [(10, 0.9), (20, 0.5), (10, 0.5), (20, 0.9), (10, 0.9)]
+    trained = ContextFlags(contexts=3).settings(4096)
+    assert [each.tokens for each in trained] == [1365, 2730, 4096]
 
 
 def test_mean_over_contexts():

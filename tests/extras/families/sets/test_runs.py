@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
 import pytest
 
+from extras.families.sets.evaluation import record_sets
+from extras.families.sets.family import TRAINED_SETS
 from tests.extras import encoder_runs
 from tests.training_fixtures import NUM_TRAIN, losses, train
 
@@ -42,6 +45,18 @@ def alone(request, clustered, tmp_path_factory):
 def test_sets_run_of_every_strategy_equals_one_process(clustered, alone, tmp_path, script, flags):
     kind, out = alone
     encoder_runs.assert_two_ranks_equal_one(clustered, out, tmp_path, script, RUNS[kind] | flags)
+
+
+def test_the_longest_sets_are_recorded(alone):
+    """For the contexts that score.py draws; published weights of unknown training get no record."""
+    kind, out = alone
+    assert json.loads((out / "final_model" / "config.json").read_text())[TRAINED_SETS] == 512
+    others = {TRAINED_SETS: 512}
+    record_sets(others, str(out / "final_model"), "0:64,1:128")
+    assert others == {TRAINED_SETS: 512}
+    if kind == "e1":
+        record_sets(published := {}, str(out / "final_model"), "1024")
+        assert published == {}
 
 
 @pytest.mark.slow
