@@ -26,7 +26,17 @@ SHARD_BYTES = 500 << 20
 _STRING = {"dtype": "string", "_type": "Value"}
 TEXT_FEATURES = {"id": _STRING, "text": _STRING}
 CLUSTER_FEATURES = TEXT_FEATURES | {"cluster": _STRING}
-TOKEN_FEATURES = {"id": _STRING, "input_ids": {"feature": {"dtype": "uint8", "_type": "Value"}, "_type": "List"}}
+
+
+def features_of(dtype: np.dtype) -> dict:
+    """The features of token datasets with ids of this type."""
+    return {
+        "id": _STRING,
+        "input_ids": {"feature": {"dtype": np.dtype(dtype).name, "_type": "Value"}, "_type": "List"},
+    }
+
+
+TOKEN_FEATURES = features_of(np.dtype(np.uint8))
 
 LISTS = {"List": pa.list_, "LargeList": pa.large_list}  # of 32-bit and of 64-bit offsets
 
@@ -50,7 +60,8 @@ class ShardWriter:
     split does not become thousands of tiny pieces. A shard ends after `shard_bytes` or at `end_shard`.
     """
 
-    def __init__(self, directory: Path, schema: pa.Schema, shard_bytes: int | None = SHARD_BYTES) -> None:
+    def __init__(self, directory: Path, schema: pa.Schema | None, shard_bytes: int | None = SHARD_BYTES) -> None:
+        """schema: None for that of the first rows."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.schema = schema
@@ -65,6 +76,7 @@ class ShardWriter:
         """Add rows; the columns are those of the schema."""
         if not batch.num_rows:
             return
+        self.schema = self.schema or batch.schema
         self._pending.append(batch)
         self._pending_rows += batch.num_rows
         if self._pending_rows >= ROWS_PER_BATCH:
@@ -72,6 +84,7 @@ class ShardWriter:
 
     def write_unchanged(self, batch: pa.RecordBatch) -> None:
         """Add rows as one record batch, without a copy. Not after `write`, whose rows may be pending."""
+        self.schema = self.schema or batch.schema
         if self._stream is None:
             self._open()
         self._stream.write_batch(batch)
@@ -222,9 +235,13 @@ def read_pieces(pieces: list[Piece], root: Path) -> Iterator[pa.RecordBatch]:
 class PieceWriters:
     """Shard writers of a directory of pieces, one for each split; the directory gets its name when it is complete."""
 
-    def __init__(self, root: Path, name: str, features: dict) -> None:
-        """root: what the pieces' paths are relative to. Removes what a killed run left under this name."""
-        self.root, self.directory, self.schema = root, root / name, arrow_schema(features)
+    def __init__(self, root: Path, name: str, features: dict | None = None) -> None:
+        """root: what the pieces' paths are relative to; features: None for those of the first rows.
+
+        Removes what a killed run left under this name.
+        """
+        self.root, self.directory = root, root / name
+        self.schema = arrow_schema(features) if features else None
         self.part = self.directory.with_suffix(".part")
         for left in (self.part, self.directory):
             shutil.rmtree(left, ignore_errors=True)
@@ -260,7 +277,7 @@ def kept_rows(rows: pa.RecordBatch, kept: np.ndarray) -> pa.RecordBatch:
 
 def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, name: str) -> list[Piece]:
     """New pieces in root/name, of the rows that are `kept` (bool, one for each row)."""
-    writers, first = PieceWriters(root, name, TOKEN_FEATURES), 0
+    writers, first = PieceWriters(root, name), 0
     for rows in read_pieces(pieces, root):
         chosen = kept[first : first + rows.num_rows]
         first += rows.num_rows

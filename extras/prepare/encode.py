@@ -20,10 +20,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
 from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
 from common.files.safe_files import sync
-from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
-from extras.prepare.dataset_writer import TOKEN_FEATURES, Piece, PieceWriters, arrow_schema, kept_rows, read_pieces
+from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, ESM2_TOKENS, TOKENS
+from extras.prepare.dataset_writer import Piece, PieceWriters, arrow_schema, features_of, kept_rows, read_pieces
 from extras.prepare.output_directory import Build
 from extras.prepare.sources.records import characters, hash_names
 from extras.prepare.sources.residues import Cleaner
@@ -37,11 +38,11 @@ HASHED_BYTES = 1 << 19  # at a time: they stay in the processor's cache
 
 
 def hash_records(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """uint64 [N] hashes of N non-empty records: concatenated token ids uint8 [T], offsets int [N + 1] from 0.
+    """uint64 [N] hashes of N non-empty records: concatenated token ids [T], offsets int [N + 1] from 0.
 
-    The sum over a record of the hashes of (eight tokens, their position), mixed with its length.
+    The sum over a record of the hashes of (eight bytes of ids, their position), mixed with its length.
     """
-    offsets = offsets.astype(np.int64)
+    ids, offsets = ids.view(np.uint8), offsets.astype(np.int64) * ids.itemsize
     firsts = np.searchsorted(offsets, np.arange(0, offsets[-1], HASHED_BYTES))
     bounds = np.unique(np.append(firsts, len(offsets) - 1)).tolist()
     parts = [_hash(ids[offsets[a] : offsets[b]], offsets[a : b + 1] - offsets[a]) for a, b in pairwise(bounds)]
@@ -75,7 +76,7 @@ Result = TypeVar("Result")
 class Encoded(NamedTuple):
     """Token lists of N records, and counts before padding."""
 
-    rows: pa.RecordBatch  # id: string, input_ids: list<uint8>
+    rows: pa.RecordBatch  # id: string, input_ids: list<uint8> or list<uint16>
     hashes: np.ndarray  # uint64 [N], of the token ids before truncation
     residues: np.ndarray  # int [N], before truncation
     tokens: int
@@ -94,28 +95,33 @@ def check_tokenizer(name: str) -> None:
         raise UserError(f"--tokenizer_name {name}: vocab.txt does not hold the 33 ESM-2 tokens in their order")
 
 
-def encode_rows(rows: pa.RecordBatch, max_seq_length: int | None, pad: bool) -> Encoded:
+def encode_rows(
+    rows: pa.RecordBatch, max_seq_length: int | None, pad: bool, alphabet: Alphabet = ESM2_TOKENS
+) -> Encoded:
     """`<cls> residues <eos>` of every row (`id`, `text`: ASCII).
 
     At most max_seq_length tokens: <cls>, the first max_seq_length - 2 residues, <eos>, as tokenizers truncate. With
     `pad`, <pad> up to max_seq_length.
     """
     text = rows.column("text").cast(pa.binary())
-    ids, offsets = _token_ids(text)
+    ids, offsets = _token_ids(text, alphabet)
     hashes, residues = hash_records(ids, offsets), np.diff(offsets) - 2
     if max_seq_length is not None:
-        ids, offsets = _token_ids(pc.binary_slice(text, 0, max_seq_length - 2))
-    unknown_at = np.flatnonzero(ids == UNK)
+        cut = pc.binary_slice(text, 0, (max_seq_length - 2) * alphabet.width)
+        ids, offsets = _token_ids(cut, alphabet)
+    unknown_at = np.flatnonzero(ids == alphabet.unknown)
     records_with_unknown = len(np.unique(np.searchsorted(offsets, unknown_at, side="right")))
     tokens = len(ids)
     if pad:
-        ids, offsets = _pad(ids, offsets, max_seq_length)
+        ids, offsets = _pad(ids, offsets, max_seq_length, alphabet)
     batch = _token_batch(rows.column("id"), ids, offsets)
     return Encoded(batch, hashes, residues, tokens, len(unknown_at), records_with_unknown)
 
 
-def _token_ids(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """`<cls> residues <eos>` of N texts (binary): concatenated ids uint8, and offsets int32 [N + 1] from 0."""
+def _token_ids(text: pa.Array, alphabet: Alphabet) -> tuple[np.ndarray, np.ndarray]:
+    """`<cls> residues <eos>` of N texts (binary): concatenated ids, and offsets int [N + 1] from 0."""
+    if alphabet != ESM2_TOKENS:
+        return alphabet.encode_many(*characters(text))
     # Joining whole rows and translating bytes is several times as fast as inserting the ends among the ids.
     data, offsets = characters(pc.binary_join_element_wise(BEGIN, text, END, b""))
     raw = data[offsets[0] : offsets[-1]].tobytes().translate(FRAMED_TO_ID)
@@ -123,19 +129,20 @@ def _token_ids(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _token_batch(names: pa.Array, ids: np.ndarray, offsets: np.ndarray) -> pa.RecordBatch:
-    """A record batch in the schema of the token datasets, of concatenated ids uint8 and their offsets."""
+    """A record batch in the schema of the token datasets, of concatenated ids and their offsets."""
     input_ids = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids))
-    return pa.RecordBatch.from_arrays([names, input_ids], schema=arrow_schema(TOKEN_FEATURES))
+    return pa.RecordBatch.from_arrays([names, input_ids], schema=arrow_schema(features_of(ids.dtype)))
 
 
 class Chunker:
     """Concatenates token lists and cuts them into chunks of `length`; ids are chunk-0, chunk-1, ..."""
 
-    def __init__(self, length: int, pad: bool) -> None:
+    def __init__(self, length: int, pad: bool, alphabet: Alphabet = ESM2_TOKENS) -> None:
         self.length = length
         self.pad = pad
         self.made = 0
-        self.rest = np.empty(0, np.uint8)  # shorter than a chunk
+        self.alphabet = alphabet
+        self.rest = np.empty(0, alphabet.dtype)  # shorter than a chunk
 
     def add(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """The chunks that are now full."""
@@ -146,9 +153,9 @@ class Chunker:
 
     def finish(self) -> pa.RecordBatch:
         """The last, shorter chunk (padded if `pad`), or none."""
-        rest, self.rest = self.rest, np.empty(0, np.uint8)
+        rest, self.rest = self.rest, np.empty(0, self.alphabet.dtype)
         offsets = np.array([0, len(rest)] if len(rest) else [0])
-        return self._rows(*(_pad(rest, offsets, self.length) if self.pad else (rest, offsets)))
+        return self._rows(*(_pad(rest, offsets, self.length, self.alphabet) if self.pad else (rest, offsets)))
 
     def _rows(self, tokens: np.ndarray, offsets: np.ndarray) -> pa.RecordBatch:
         count = len(offsets) - 1
@@ -180,10 +187,10 @@ def in_order(
                 future.cancel()
 
 
-def _pad(ids: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad(ids: np.ndarray, offsets: np.ndarray, length: int, alphabet: Alphabet) -> tuple[np.ndarray, np.ndarray]:
     """Ids [sum of lengths] and offsets [N + 1] to ids [N * length] with <pad> after each record."""
     lengths = np.diff(offsets)
-    padded = np.full((len(lengths), length), PAD, np.uint8)
+    padded = np.full((len(lengths), length), alphabet.pad, ids.dtype)
     padded[np.arange(length) < lengths[:, None]] = ids  # row by row, as `ids`
     return padded.reshape(-1), np.arange(len(lengths) + 1) * length
 
@@ -253,7 +260,7 @@ class FileEncoder:
 
         labels: the split of every record, uint8 [records]: an index into SPLITS, or UNUSED; None: decided later.
         """
-        writers = PieceWriters(self.root, directory_name(number), TOKEN_FEATURES)
+        writers = PieceWriters(self.root, directory_name(number))
         counts = {"records": 0, "tokens": 0, "unknown": 0, "records_with_unknown": 0}
         clustered = None  # records with a cluster, where there is a column of them
         cleaner = self.cleaner(path)
@@ -324,7 +331,7 @@ def split_pieces(made: dict, labels: np.ndarray, root: Path, scratch: Path, numb
 
     made: of `FileEncoder`, below `root`; labels: as there. The same bytes as if they had been known.
     """
-    writers = PieceWriters(scratch, directory_name(number), TOKEN_FEATURES)
+    writers = PieceWriters(scratch, directory_name(number))
     keys = np.fromfile(root / directory_name(number) / KEYS, KEY)
     assert len(keys) == len(labels)
     keys["split"] = labels

@@ -49,7 +49,7 @@ def hashes_in(batch: pa.RecordBatch) -> np.ndarray:
     if ids.dtype == np.uint8:
         kept = ids != PAD
         ids, offsets = ids[kept], np.append(0, np.cumsum(kept))[offsets]
-    return hash_records(ids.view(np.uint8), offsets * ids.itemsize)
+    return hash_records(ids, offsets)
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cli import UserError, log_every, run
-from common.data.token_store import TokenStore, open_split
-from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
+from common.data.token_store import TokenStore, open_split, recorded_alphabet
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.command_line import positional
 from extras.prepare.cluster_splits import COVERAGE, PROGRAM, run_mmseqs
 from extras.prepare.output_directory import read_record
@@ -36,7 +36,6 @@ SEARCHED = 100_000  # training proteins, without --cluster: a minute or two
 HELP = "Say how many test proteins have a relative in training: by MMseqs2 where it is installed."
 SAMPLE = 1_000  # held-out proteins: the standard error of their share is at most 1.6 %
 SEARCH, COPIES = "MMseqs2 search", "exact copies"
-LETTERS = np.frombuffer("".join(token if len(token) == 1 else "X" for token in TOKENS).encode(), np.uint8)
 WINDOW = 1 << 14  # records read at a time
 
 
@@ -116,7 +115,8 @@ def count_relatives(arrow: Path, splits: Sequence[str], identity: float, scratch
     """
     shutil.rmtree(scratch, ignore_errors=True)  # MMseqs2 would go on with the files of a killed search
     scratch.mkdir()
-    stores = {split: open_split(arrow, split, ESM2_TOKENS) for split in ("train", *splits)}
+    alphabet = recorded_alphabet(arrow) or ESM2_TOKENS
+    stores = {split: open_split(arrow, split, alphabet) for split in ("train", *splits)}
     samples = {split: _sample(len(stores[split])) for split in splits}
     held_out = [text for split, records in samples.items() for text in _proteins(stores[split], records)]
     training = _proteins(stores["train"], range(len(stores["train"])))
@@ -148,10 +148,12 @@ def _sample(records: int) -> np.ndarray:
 
 def _proteins(store: TokenStore, records: range | np.ndarray) -> Iterator[str]:
     """The residues of these records, as they are trained on."""
+    letters = store.tokens.amino_acids
+    letters = np.where(letters == 0, ord("X"), letters).astype(np.uint8)
     for first in range(0, len(records), WINDOW):
         chosen = np.asarray(records[first : first + WINDOW])
         ids, offsets = store.gather(chosen, np.ones_like(chosen), store.lengths(chosen) - 2)  # no <cls>, no <eos>
-        text = LETTERS[ids].tobytes().decode()
+        text = letters[ids].tobytes().decode()
         yield from (text[begin:end] for begin, end in pairwise(offsets.tolist()))
 
 

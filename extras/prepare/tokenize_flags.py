@@ -6,18 +6,27 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
 from common.files.content_hash import combined_hash, content_hash
 from common.flags import Missing, flag
+from common.hooks import extra
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.prepare.cluster_splits import COMPONENTS
 from extras.prepare.encode import check_tokenizer
 from extras.prepare.fetch import Source, describe_sources, name_sources
 from extras.prepare.output_directory import read_record
 from extras.prepare.shards import Shard, ShardFlags
+from extras.prepare.sources.alphabet_texts import AlphabetCleaner
 from extras.prepare.sources.protein_records import RecordFlags
+from extras.prepare.sources.records import BadRecords
+from extras.prepare.sources.residues import Cleaner
 from extras.prepare.splits import HELD_OUT, HELD_OUT_CLUSTERS
+from extras.prepare.structure_letters import StructureLetters, structures_hash
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +51,12 @@ class TokenizeFlags(ShardFlags, RecordFlags):
     preprocessing_num_workers: int = flag(8, "threads; the result is the same for any")
     tokenizer_name: str = flag(
         "facebook/esm2_t30_150M_UR50D", "any facebook/esm2_*, or a directory with its vocab.txt"
+    )
+    alphabet: str | None = flag(
+        None, "saprot (amino acid and 3Di letter), codon, or a YAML file that declares one; default: ESM-2's"
+    )
+    structures: str | None = flag(
+        None, "saprot: a FASTA file of the proteins' 3Di letters, or a directory of PDB or mmCIF files (mini3di)"
     )
     line_by_line: bool = flag(True, "False: concatenate records and cut into chunks of --max_seq_length (or 1024)")
     cluster_table: str | None = flag(
@@ -73,6 +88,7 @@ class TokenizeFlags(ShardFlags, RecordFlags):
 
     def check(self) -> None:
         check_tokenizer(self.tokenizer_name)
+        self._check_alphabet()
         if self.max_seq_length is not None and self.max_seq_length < 3:
             raise UserError(f"--max_seq_length {self.max_seq_length}: at least 3 (<cls>, a residue, <eos>)")
         self.require_at_least(1, "preprocessing_num_workers")
@@ -86,6 +102,37 @@ class TokenizeFlags(ShardFlags, RecordFlags):
         if self.cluster is not None and not 0 < self.cluster <= 1:
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
         self.require_at_least(0, "seed")
+
+    @cached_property
+    def tokens(self) -> Alphabet:
+        """The alphabet to encode in."""
+        return extra().alphabet(self.alphabet, "--alphabet") if self.alphabet else ESM2_TOKENS
+
+    @cached_property
+    def opened_structures(self) -> StructureLetters | None:
+        return StructureLetters(self.structures) if self.structures else None
+
+    def _check_alphabet(self) -> None:
+        if self.structures and self.tokens.name != "saprot":
+            raise UserError(f"--structures {self.structures}: is of --alphabet saprot: give that, or drop the flag")
+        if self.alphabet and self.gaps:
+            raise UserError(
+                f"--gaps {self.gaps}: is of proteins alone, not of --alphabet {self.alphabet}: drop the flag"
+            )
+        if self.cluster is not None and not self.tokens.amino_acids.any():
+            raise UserError(f"--cluster {self.cluster}: {self.tokens.name} has no amino acids: give --cluster_table")
+
+    @property
+    def changing(self) -> dict[str, Any]:
+        of_alphabet: dict[str, Any] = {"alphabet": json.loads(self.tokens.declared)} if self.alphabet else {}
+        if self.structures:
+            of_alphabet["structures"] = structures_hash(self.structures)
+        return super().changing | of_alphabet
+
+    def cleaner(self, path: Path, bad_records: BadRecords | None = None) -> Cleaner:
+        if not self.alphabet or self.structures:
+            return super().cleaner(path, bad_records)
+        return AlphabetCleaner(str(path), self.tokens, bad_records or BadRecords(self.on_bad_record))
 
 
 def describe(args: TokenizeFlags, sources: list[Source]) -> dict:

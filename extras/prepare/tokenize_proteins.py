@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import shutil
 import sys
@@ -15,12 +16,16 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
+from common.data.alphabet import Alphabet
+from common.data.token_store import ALPHABET
+from common.files.safe_files import write_json_flushed
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.prepare.cluster_splits import by_table, cluster_records, publish_indices, split_by_clusters
 from extras.prepare.dataset_writer import (
-    TOKEN_FEATURES,
     DatasetWriter,
     Piece,
     assemble,
+    features_of,
     read_pieces,
     write_dataset_dict,
 )
@@ -31,16 +36,18 @@ from extras.prepare.relatives import IDENTITY, SEARCHED, count_relatives
 from extras.prepare.shards import ENCODED, EncodedFile, split_files, write_results
 from extras.prepare.sources.csv_records import count_lines
 from extras.prepare.sources.protein_records import file_of, read_records, require_clusters
-from extras.prepare.sources.records import BadRecords
+from extras.prepare.sources.records import BadRecords, characters, texts
 from extras.prepare.sources.residues import Changes, Cleaner
 from extras.prepare.splits import SPLITS, Joined, labels_by_file, of_clusters, split_labels, split_sizes
+from extras.prepare.structure_letters import with_structures
 from extras.prepare.tokenize_flags import TokenizeFlags
 
 logger = logging.getLogger(__name__)
 
 
 def rows_of(path: Path, cleaner: Cleaner, args: TokenizeFlags) -> Iterator[pa.RecordBatch]:
-    return read_records(path, cleaner, args, args.line_ends_in_text)
+    rows = read_records(path, cleaner, args, args.line_ends_in_text)
+    return with_structures(rows, args.opened_structures, cleaner)
 
 
 def quick_to_count(files: list[Path]) -> bool:
@@ -71,16 +78,16 @@ def read_ids(files: list[Path], args: TokenizeFlags, counts: list[int]) -> Itera
             yield rows.column("id")
 
 
-def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker | None) -> None:
+def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker | None, features: dict) -> None:
     """Make the split's directory from its pieces, once."""
     directory = build.paths["arrow"] / split
     if build.done(f"finished {split}"):
         return
     if chunker is None:
-        assemble(directory, pieces, build.scratch, TOKEN_FEATURES)
+        assemble(directory, pieces, build.scratch, features)
     else:
         shutil.rmtree(directory, ignore_errors=True)
-        writer = DatasetWriter(directory, TOKEN_FEATURES)
+        writer = DatasetWriter(directory, features)
         for rows in read_pieces(pieces, build.scratch):
             writer.write(chunker.add(rows))
         writer.write(chunker.finish())
@@ -88,10 +95,24 @@ def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker
     build.note(f"finished {split}", True)
 
 
+def proteins_of(blocks: Iterator[pa.RecordBatch], alphabet: Alphabet) -> Iterator[pa.RecordBatch]:
+    """Rows with the amino acids of their texts, to cluster by; X for a token that stands for none."""
+    if alphabet == ESM2_TOKENS:
+        yield from blocks
+        return
+    letters = np.where(alphabet.amino_acids == 0, ord("X"), alphabet.amino_acids).astype(np.uint8)
+    for rows in blocks:
+        data, offsets = characters(rows.column("text"))
+        ids = alphabet.ids_of(data[offsets[0] : offsets[-1]])
+        text = texts(letters[ids], (offsets - offsets[0]) // alphabet.width, pa.string())
+        yield rows.set_column(rows.schema.get_field_index("text"), "text", text)
+
+
 def note_relatives(args: TokenizeFlags, build: Build, sizes: list[int]) -> None:
     """Count the held-out proteins that have a relative in training, once, for the record. sizes: of the splits."""
     held_out = [split for split, size in zip(SPLITS[1:], sizes[1:], strict=True) if size]
-    if not (args.count_relatives and args.line_by_line and sizes[0] and held_out):
+    has_proteins = bool(args.tokens.amino_acids.any())
+    if not (has_proteins and args.count_relatives and args.line_by_line and sizes[0] and held_out):
         return
     if sizes[0] > SEARCHED and args.cluster is None:
         again = f"python -m extras.prepare.relatives {args.output_dir}"
@@ -128,7 +149,7 @@ def encode(
             bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             bar.update(records)
 
-        rows = functools.partial(encode_rows, max_seq_length=truncate, pad=pad)
+        rows = functools.partial(encode_rows, max_seq_length=truncate, pad=pad, alphabet=args.tokens)
         read = functools.partial(rows_of, args=args)
         encoder = FileEncoder(build, root, rows, read, args.cleaner, workers, len(files), progress)
         labels = itertools.repeat(None) if labels is None else labels
@@ -159,7 +180,7 @@ def clusters_of(
         return by_table(Path(args.cluster_table), ids, args.seed), f"--cluster_table {args.cluster_table}"
     if args.cluster is not None:
         threads = usable_threads(args.preprocessing_num_workers)
-        read = lambda path: rows_of(path, args.cleaner(path), args)  # noqa: E731
+        read = lambda path: proteins_of(rows_of(path, args.cleaner(path), args), args.tokens)  # noqa: E731
         table = cluster_records(build, files, read, args.cluster, threads)
         return by_table(table, ids, args.seed, by_number=True), "MMseqs2"
     if args.line_by_line and any(file.names_clusters for file in encoded):
@@ -234,16 +255,22 @@ def finish(
     for of_file in made:  # an earlier version noted neither
         changes.add(of_file.get("changes", {}))
         bad_records.add(of_file.get("bad", {}))
+    if args.opened_structures is not None:
+        args.opened_structures.check(sum(plan.counts), changes.without_structure)
     workers = usable_threads(args.preprocessing_num_workers)
     duplicates = mark_copies(build, len(made), plan.sizes)
     pieces = drop_copies(build, pieces, workers)
     chunks = None if args.line_by_line else args.max_seq_length or 1024
     for split in SPLITS:
-        chunker = Chunker(chunks, args.pad_to_max_length) if chunks else None
-        finish_split(build, split, [piece for of_file in pieces for piece in of_file[split]], chunker)
+        chunker = Chunker(chunks, args.pad_to_max_length, args.tokens) if chunks else None
+        of_split = [piece for of_file in pieces for piece in of_file[split]]
+        finish_split(build, split, of_split, chunker, features_of(args.tokens.dtype))
     if plan.clustered:
         publish_indices(build, open_copies(build))
     write_dataset_dict(build.paths["arrow"], list(SPLITS))
+    if args.alphabet:
+        write_json_flushed(build.paths["arrow"] / ALPHABET, json.loads(args.tokens.declared), sort_keys=True)
+        build.results["alphabet"] = args.tokens.name
 
     sizes = np.subtract(plan.sizes, duplicates.left_out).tolist()
     build.results |= {"records": sum(sizes), **dict(zip(SPLITS, sizes, strict=True))}

@@ -159,6 +159,16 @@ def _content(path: Path) -> bytes:
 
 def chains_of(path: Path) -> Iterator[Chain]:
     """The chains of the first model of a structure. ValueError, RuntimeError or OSError if it cannot be read."""
+    for name, residues, places, sequence in polymers_of(path):
+        beta = np.full((len(sequence), 3), np.nan, dtype=np.float32)
+        for place, residue in zip(places, residues, strict=True):
+            if (atom := _beta(residue)) is not None:
+                beta[place] = atom.pos.tolist()
+        yield Chain(name, sequence, beta)
+
+
+def polymers_of(path: Path) -> Iterator[tuple[str, list[Any], list[int], str]]:
+    """(name, gemmi's residues, the index of each in the sequence, the sequence) of the chains of `chains_of`."""
     import gemmi
 
     if _format(path) == "Pdb":  # TER ends a chain, whatever letter the next one has
@@ -181,11 +191,7 @@ def chains_of(path: Path) -> Iterator[Chain]:
         residues = [residue for residue in polymer if _tabulated(residue.name).is_amino_acid()]
         entity = structure.get_entity_of(polymer)
         sequence, places = _numbered(residues, list(entity.full_sequence) if entity else [])
-        beta = np.full((len(sequence), 3), np.nan, dtype=np.float32)
-        for place, residue in zip(places, residues, strict=True):
-            if (atom := _beta(residue)) is not None:
-                beta[place] = atom.pos.tolist()
-        yield Chain(f"{name}_{chain.name}", sequence, beta)
+        yield f"{name}_{chain.name}", residues, places, sequence
 
 
 def _numbered(residues: list[Any], full: list[str]) -> tuple[str, list[int]]:

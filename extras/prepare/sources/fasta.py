@@ -36,6 +36,9 @@ MARKS = (b";", b"#", b"/")  # first bytes of lines that are no residues
 COMMENTS = (b";", b"#")  # begin a line of comment: Pearson's original format, and ColabFold's
 # Lines of comment and of `//` after the first, which end records of other formats; and line ends of old Macs.
 NO_RESIDUES = re.compile(rb"(?<=\n)(?:[;#][^\n]*|//[ \t\r]*(?=\n))")
+# Where `#` is a letter of the alphabet.
+MARKS_BUT_HASH = (b";", b"/")
+NO_RESIDUES_BUT_HASH = re.compile(NO_RESIDUES.pattern.replace(b";#", b";"))
 OLD_LINE_END = re.compile(rb"\r(?!\n)")
 NUCLEIC_ACID = b" mol:na "
 PIR = re.compile(rb">(P1|F1|DL|DC|RL|RC|N3|N1|XX);")
@@ -144,12 +147,15 @@ def _without_comments(block: bytearray, cleaner: Cleaner) -> bytearray:
     """Whole records with blanks in place of lines that are no residues, so that lines keep their numbers."""
     if b"\r" in block and OLD_LINE_END.search(block):
         block = bytearray(OLD_LINE_END.sub(b"\n", block))
-    if any(mark in block for mark in MARKS):  # one byte is found much faster than two
+    marks, no_residues = MARKS, NO_RESIDUES
+    if not cleaner.has_hashes:
+        marks, no_residues = MARKS_BUT_HASH, NO_RESIDUES_BUT_HASH
+    if any(mark in block for mark in marks):  # one byte is found much faster than two
         data = np.frombuffer(block, np.uint8)
         first = data[np.flatnonzero(data[:-1] == NEWLINE) + 1].tobytes()  # bytes of the lines
-        if not any(mark in first for mark in MARKS):
+        if not any(mark in first for mark in marks):
             return block
-        blanked, count = NO_RESIDUES.subn(lambda line: b" " * len(line[0]), block)
+        blanked, count = no_residues.subn(lambda line: b" " * len(line[0]), block)
         cleaner.changes.comments += count
         return bytearray(blanked)
     return block

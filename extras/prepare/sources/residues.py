@@ -11,7 +11,7 @@ kept, so that all rows are as long as the query. HH-suite's annotations among th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,12 +50,14 @@ FEWEST_BLANKS, SPACED = 0.1, 0.4
 
 
 COUNTS = ("blanks", "stops", "gaps", "insertions", "annotations", "comments", "unknown", "with_unknown", "empty")
+COUNTS = (*COUNTS, "without_structure")
 
 
 @dataclass
 class Changes:
     """What was changed in the records of an input. unknown: characters that become `<unk>`, with_unknown: records that
-    have some, first: the names of a few of those; empty: records without a protein."""
+    have some, first: the names of a few of those; empty: records without a protein; without_structure: records without
+    the 3Di letters that others have."""
 
     blanks: int = 0
     stops: int = 0
@@ -66,6 +68,7 @@ class Changes:
     unknown: int = 0
     with_unknown: int = 0
     empty: int = 0
+    without_structure: int = 0
     first: list[str] = field(default_factory=list)
 
     def add(self, other: Changes | dict[str, Any]) -> None:
@@ -89,6 +92,8 @@ class Changes:
             logger.info("%s: removed: %s", where, counts)
         if self.empty:
             logger.warning("%s: %s records have no protein: left out", where, f"{self.empty:,}")
+        if self.without_structure:
+            logger.warning("%s: %s records have no structure: # for its letters", where, f"{self.without_structure:,}")
         if self.unknown:
             counts = f"{self.unknown:,}", f"{self.with_unknown:,}"
             more = " and others" if self.with_unknown > len(self.first) else ""
@@ -119,6 +124,7 @@ class Cleaner:
         self.where, self.gaps = where, gaps or ("remove" if aligned else "refuse")
         self.bad_records = bad_records or BadRecords()
         self.aligned = aligned
+        self.has_hashes = True  # whether a line of FASTA that begins with # is a comment
         self.changes = Changes()
 
     def __call__(
@@ -143,12 +149,15 @@ class Cleaner:
             data, offsets = self._without_stops(data, offsets)
             data, offsets = self._without_gaps(data, offsets, refused)
             self._count_unknown(data, offsets, name, refused)
+        return self._without_refused(data, offsets, name, refused)
+
+    def _without_refused(
+        self, data: np.ndarray, offsets: np.ndarray, name: Callable[[int], str], refused: dict[int, str]
+    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """The texts, of which those that are refused become empty. refused: what is wrong with each."""
         for number, complaint in sorted(refused.items()):
             self.bad_records(UserError(f"{self.where}: {name(number)} {complaint}"))
-        if refused:
-            bad = np.zeros(len(offsets) - 1, bool)
-            bad[list(refused)] = True
-            data, offsets = _without(data, offsets, np.repeat(bad, np.diff(offsets)))
+        data, offsets = without_texts(data, offsets, refused)
         return data, offsets, sorted(refused)
 
     @property
@@ -175,7 +184,7 @@ class Cleaner:
         self.changes.blanks += int(blank.sum())
         gap_before = np.diff(positions, prepend=-1) > 1
         gap_before[offsets[:-1][offsets[:-1] < len(data)]] = False  # nor white space before a text
-        gaps = np.bincount(_texts_of(np.flatnonzero(gap_before), offsets), minlength=len(offsets) - 1)
+        gaps = np.bincount(texts_of(np.flatnonzero(gap_before), offsets), minlength=len(offsets) - 1)
         _check_words(self.where, gaps, np.diff(offsets))
         return data, offsets
 
@@ -214,7 +223,7 @@ class Cleaner:
         if self.gaps == "remove":
             self.changes.gaps += int(gap.sum())
             return _without(data, offsets, gap)
-        for number in np.unique(_texts_of(np.flatnonzero(gap), offsets)).tolist():
+        for number in np.unique(texts_of(np.flatnonzero(gap), offsets)).tolist():
             refused[number] = (
                 "has gaps (- or .), as in an alignment: give --gaps remove for the proteins alone, or --gaps keep"
             )
@@ -224,7 +233,7 @@ class Cleaner:
         self, data: np.ndarray, offsets: np.ndarray, name: Callable[[int], str], refused: dict[int, str]
     ) -> None:
         places = np.flatnonzero(IS_UNKNOWN[data])
-        of_texts, bytes_there = _texts_of(places, offsets), data[places]
+        of_texts, bytes_there = texts_of(places, offsets), data[places]
         lengths = np.diff(offsets)
         for number in np.unique(of_texts[bytes_there >= 128]).tolist():
             refused.setdefault(number, "has bytes that are not ASCII: remove them")
@@ -246,12 +255,19 @@ class Cleaner:
                 self.changes.first = (self.changes.first + [name(number)])[:NAMED]
 
 
+def without_texts(data: np.ndarray, offsets: np.ndarray, numbers: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The texts, of which some become empty."""
+    bad = np.zeros(len(offsets) - 1, bool)
+    bad[list(numbers)] = True
+    return _without(data, offsets, np.repeat(bad, np.diff(offsets))) if bad.any() else (data, offsets)
+
+
 def _are_capitals(data: np.ndarray) -> bool:
     """Whether all characters are capitals that stand for a residue: a fast answer for most data."""
     return not len(data) or bool(data.min() >= ord("A") and data.max() <= ord("Z") and not (data == ord("J")).any())
 
 
-def _texts_of(places: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def texts_of(places: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """The numbers of the texts with these characters."""
     return np.searchsorted(offsets, places, side="right") - 1
 
