@@ -48,6 +48,12 @@ class Catalogue(Protocol):
     def families(self) -> dict[str, FamilyLine]:
         """config.json's model_type: its family."""
 
+    def alphabets(self) -> dict[str, str]:
+        """Value of --alphabet: the module that defines ALPHABET."""
+
+    def alphabet(self, described: Any, where: str) -> Any:
+        """An alphabet but ESM-2's: by name or YAML file, from a record of one, or by the list of its tokens."""
+
     def esm2_layers(
         self, args: Any, config: Any, backend: str, gelu: str, world: Any, make: Any
     ) -> tuple[Any, list[str | None]]:

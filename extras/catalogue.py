@@ -57,6 +57,19 @@ def families() -> dict[str, FamilyLine]:
     }
 
 
+def alphabets() -> dict[str, str]:
+    return {
+        "saprot": "extras.families.alphabets.saprot",
+        "codon": "extras.families.alphabets.codon",
+    }
+
+
+def alphabet(described: Any, where: str) -> Any:
+    from extras.families.alphabets.declared import open_alphabet
+
+    return open_alphabet(described, where)
+
+
 def esm2_layers(
     args: Any, config: Any, backend: str, gelu: str, world: Any, make: Callable[[], Any]
 ) -> tuple[Callable[[], Any], list[str | None]]:

@@ -1,6 +1,7 @@
 """Records to the batches of a step, by data rank and step."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -29,8 +30,9 @@ def check_record_length(longest: int) -> None:
 class TokenSet:
     """The token ids of a family's alphabet that reading and masking need.
 
-    residues: first and last id of the tokens that may be masked; replacements: ids of which a random one replaces a
-    selected token.
+    residues: first and last id of the tokens that stand for letters of a text; replacements: ids of which a random one
+    replaces a selected token; maskable: ids of the tokens that may be masked, None for all residues; masked: what each
+    token becomes when it is masked, None for `mask`.
     """
 
     vocab_size: int
@@ -39,6 +41,25 @@ class TokenSet:
     unknown: int
     residues: tuple[int, int]
     replacements: tuple[int, ...]
+    maskable: tuple[int, ...] | None = None
+    masked: tuple[int, ...] | None = None
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """Of ids, in memory and in prepared data: uint8 for up to 256 tokens, else uint16."""
+        return np.dtype(np.uint8 if self.vocab_size <= 256 else np.uint16)
+
+    @cached_property
+    def is_maskable(self) -> np.ndarray:
+        """bool [vocab_size]"""
+        table = np.zeros(self.vocab_size, dtype=bool)
+        table[slice(self.residues[0], self.residues[1] + 1) if self.maskable is None else list(self.maskable)] = True
+        return table
+
+    @cached_property
+    def masked_ids(self) -> np.ndarray:
+        """`dtype` [vocab_size]: what stands for each token when it is masked."""
+        return np.array([self.mask] * self.vocab_size if self.masked is None else self.masked, dtype=self.dtype)
 
     @property
     def num_head(self) -> int:

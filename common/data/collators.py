@@ -76,9 +76,9 @@ def mask_tokens(
     The choice is a hash of (seed, epoch, record, position): a token is masked in the same way in every batch, and one
     that is selected at some mlm_probability is also selected at every higher one. Special tokens are never selected.
 
-    ids: uint8 [T]; records: int64 [n], the store's index of each sequence; starts: int64 [n], where in its sequence
-    each crop begins; lengths: int64 [n], T in sum. Returns input ids uint8 [T] and labels int64 [T], the original id
-    where a token was selected and -100 elsewhere.
+    ids: `tokens.dtype` [T]; records: int64 [n], the store's index of each sequence; starts: int64 [n], where in its
+    sequence each crop begins; lengths: int64 [n], T in sum. Returns input ids, as `ids`, and labels int64 [T], the
+    original id where a token was selected and -100 elsewhere.
     """
     # A residue is hashed by its number in the protein, from 1, so that every crop and family masks the same ones:
     # state = hash(record) + number * GAMMA, with number = start + (index in the batch - index of the crop) - more.
@@ -89,8 +89,7 @@ def mask_tokens(
     hashes += np.arange(len(ids), dtype=np.uint64) * np.uint64(GAMMA)
     hashes = mix(hashes)
 
-    first, last = tokens.residues
-    is_residue = (ids >= first) & (ids <= last)
+    is_residue = tokens.is_maskable[ids]
     # 53 bits, so that a probability of 1.0 has a threshold
     selected = np.flatnonzero(
         ((hashes >> np.uint64(11)) < np.uint64(round(rates.mlm_probability * 2**53))) & is_residue
@@ -100,14 +99,13 @@ def mask_tokens(
 
     kinds = mix(hashes[selected] ^ np.uint64(MASK_KIND_KEY))
     which, residue = kinds >> np.uint64(32), kinds & np.uint64(0xFFFFFFFF)
-    replacements = np.array(tokens.replacements, np.uint8)
+    replacements = np.array(tokens.replacements, tokens.dtype)
     amino_acids = replacements[(residue * np.uint64(len(replacements))) >> np.uint64(32)]
     masked_below = np.uint64(rates.mask_replace_prob * 2**32)
     random_below = np.uint64((rates.mask_replace_prob + rates.random_replace_prob) * 2**32)
     input_ids = ids.copy()
-    input_ids[selected] = np.where(
-        which < masked_below, np.uint8(tokens.mask), np.where(which < random_below, amino_acids, ids[selected])
-    )
+    shown = np.where(which < random_below, amino_acids, ids[selected])
+    input_ids[selected] = np.where(which < masked_below, tokens.masked_ids[ids[selected]], shown)
     return input_ids, labels
 
 
@@ -172,7 +170,7 @@ class MaskingCollator:
         self.tokens, self.seed, self.rates = tokens, seed, rates
 
     def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
-        """The batch of a pack of B sequences whose tokens are `ids` uint8 [T].
+        """The batch of a pack of B sequences whose tokens are `ids` [T].
 
         input_ids int64 [T], labels int64 [T], predicted int64 [P] (`predicted_positions` of them), cu_seqlens int32
         [B + 1], max_seqlen int and the counts; in training also mask_ratio, for the model's token dropout, in an

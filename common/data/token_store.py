@@ -2,10 +2,11 @@
 
 A split is a directory that `datasets.load_from_disk` opens. Its own format is one `list<uint8>` column `input_ids` =
 `<cls> residues <eos>`, in ESM-2's ids; those of a family with another alphabet are looked up when they are read, and a
-record is longer where that one has more tokens around the residues. Its length and place follow from the Arrow offsets
-in the file, so opening costs a few bytes for each record batch and reading costs one copy of the tokens. Datasets of
-other tools (wider integers, fixed-size or large lists, trailing `<pad>`) are read too; their lengths without padding
-are computed on first use and kept (4 bytes a record).
+record is longer where that one has more tokens around the residues. Data of another alphabet (step 1's `--alphabet`)
+say so in `alphabet.json` beside the splits; ids of more than 256 tokens are uint16. Length and place of a record
+follow from the Arrow offsets in the file, so opening costs a few bytes for each record batch and reading costs one
+copy of the tokens. Datasets of other tools (wider integers, fixed-size or large lists, trailing `<pad>`) are read too;
+their lengths without padding are computed on first use and kept (4 bytes a record).
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import pyarrow as pa
 
 from common.cli import UserError, one_line
 from common.data import TokenSet
-from common.data.alphabet import Alphabet
+from common.data.alphabet import ESM2, Alphabet
 from common.hooks import extra
 
 COLUMN = "input_ids"
+ALPHABET = "alphabet.json"  # beside the splits: what declares their alphabet, if that is not ESM-2's
 
 
 class ArrowLists:
@@ -94,6 +96,18 @@ def split_directory(dataset_dir: str | Path, split: str, step: str) -> Path:
             f"{directory}: no split {split}: it holds {', '.join(_splits(directory)) or 'no split at all'}"
         )
     return directory / split
+
+
+def recorded_alphabet(directory: str | Path) -> Alphabet | None:
+    """The alphabet of the splits in a directory; None for ESM-2's, of which there is no record."""
+    file = Path(directory) / ALPHABET
+    if not file.is_file():
+        return None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({one_line(error)}): tokenise again") from error
+    return extra().alphabet(record, str(file))
 
 
 def _splits(directory: Path) -> list[str]:
@@ -222,6 +236,7 @@ class TokenStore:
     def __init__(self, path: str | Path, tokens: TokenSet, max_records: int | None = None):
         self.path, self.tokens, self.max_records = Path(path), tokens, max_records
         state = read_state(self.path, STEP)
+        self._check_alphabet()
         self._more = tokens.num_special - tokens.stored.num_special if isinstance(tokens, Alphabet) else 0
         self._lists = lists = ArrowLists(self.path, state)
         self._mapping = indices_mapping(self.path, state)
@@ -236,7 +251,7 @@ class TokenStore:
         self.fingerprint = f"{state.get('_fingerprint')}-{self._num_records}"
         self.extends = tuple(state.get(EXTENDS, ())) if max_records is None else ()
 
-        is_padded = lists.width > 0 or lists.dtype != np.uint8 or lists.has_masks
+        is_padded = lists.width > 0 or lists.dtype != tokens.stored.dtype or lists.has_masks
         if not is_padded:
             # uint8 rows that another tool padded, without masks, differ from ours in their last tokens only
             first = zip(*lists.locate(self._rows(np.arange(min(self._num_records, 256)))), strict=True)
@@ -260,7 +275,7 @@ class TokenStore:
     def gather(self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n records, end to end.
 
-        Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id outside the
+        Returns ids, `tokens.dtype` [sum(lengths)], and offsets int64 [n + 1]. Raises UserError for an id outside the
         vocabulary, for `<pad>` inside a sequence, and for data in another alphabet than that of prepared data.
         """
         if self._more:
@@ -277,7 +292,7 @@ class TokenStore:
         """`gather` in the ids of the stored alphabet."""
         ids, offsets = self._lists.gather(self._rows(records), starts, lengths)
         self._check(ids, records, offsets)
-        return ids.astype(np.uint8, copy=False), offsets
+        return ids.astype(self.tokens.stored.dtype, copy=False), offsets
 
     def _gather_longer(
         self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray
@@ -316,6 +331,22 @@ class TokenStore:
             raise UserError(
                 f"{self.path}: record {records[n]}: {how} with token id {ids[n]}, not with ESM-2's {name}, "
                 f"{expected}; ids are translated from ESM-2's: tokenise again ({STEP})"
+            )
+
+    def _check_alphabet(self) -> None:
+        """UserError unless the splits are in the alphabet that `tokens` are, or are translated from."""
+        stored = self.tokens.stored
+        if not isinstance(stored, Alphabet) or not stored.name:
+            return
+        recorded = recorded_alphabet(self.path.parent)
+        if recorded is None and stored.name == ESM2:
+            return
+        if recorded != stored:
+            name = recorded.name if recorded else ESM2
+            other = " of this name" if name == stored.name else ""
+            raise UserError(
+                f"{self.path}: tokenised in the alphabet {name}, and the model's is another one{other}, "
+                f"{stored.name}: tokenise in the model's, or take a model of this one"
             )
 
     def _check(self, ids: np.ndarray, records: np.ndarray, offsets: np.ndarray) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.data.alphabet import Alphabet
+from common.data.alphabet import ESM2, Alphabet
 
 TOKENS = (
     *("<cls>", "<pad>", "<eos>", "<unk>"),
@@ -21,6 +21,7 @@ FIRST_RESIDUE, LAST_RESIDUE = 4, 30  # L .. '-': every one-character token; only
 STANDARD_RESIDUES = np.arange(4, 24, dtype=np.uint8)  # the 20 amino acids, L .. C
 
 ESM2_TOKENS = Alphabet(
+    name=ESM2,
     vocab_size=VOCAB_SIZE,
     pad=PAD,
     mask=MASK,
