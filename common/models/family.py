@@ -104,6 +104,10 @@ class Family(ABC):
         0: every sequence is a set of its own.
         """
 
+    def tokens_of(self, config: Any) -> TokenSet:
+        """The alphabet of a model (mlm)."""
+        return self.tokens
+
     def from_transformers(self, model: Any) -> tuple[Any, Pieces]:
         """(our configuration, our parameters) of transformers' model (mlm). UserError if it has no class for them."""
         raise UserError(NO_STOCK)

@@ -48,7 +48,7 @@ def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> 
     k = 1 - m - r, as itself. With the frequencies f, Bayes' rule gives the prediction of least expected loss among
     those that see only s:
 
-        P(x | <mask>) = f(x)
+        P(x | <mask>) = f(x), over the x that such a mask stands for where it tells (`TokenSet.masked`)
         P(x | s) = f(x) (k [x = s] + r/R [s is a replacement]) / (k f(s) + r/R [s is a replacement])
     """
     unchanged, replaced = max(0.0, 1 - rates.mask_replace_prob - rates.random_replace_prob), rates.random_replace_prob
@@ -58,7 +58,11 @@ def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> 
     joint = frequencies[None] * (unchanged * np.eye(vocabulary) + each[:, None])
     total = joint.sum(1, keepdims=True)
     shown = np.where(total > 0, joint / np.where(total > 0, total, 1), frequencies)
-    shown[tokens.mask] = frequencies
+    if tokens.masked is None:
+        shown[tokens.mask] = frequencies
+    for token in np.unique(tokens.masked_ids[tokens.is_maskable]) if tokens.masked is not None else ():
+        shown[token] = np.where(tokens.is_maskable & (tokens.masked_ids == token), frequencies, 0)
+        shown[token] /= shown[token].sum()
     with np.errstate(divide="ignore"):  # of a residue that cannot be shown so
         return np.log(shown)
 
@@ -103,7 +107,7 @@ class Baselines:
                 )
                 hashes[records] = hashes_of(shown, labels, bounds).view(np.int64)
                 asked = np.flatnonzero(labels != IGNORE)
-                hidden = asked[shown[asked] == self.tokens.mask]
+                hidden = asked[shown[asked] == self.tokens.masked_ids[labels[asked]]]
                 log_p = table[shown[asked]], table[shown[hidden]], self.neighbours.log_p(shown, bounds, hidden)
                 sequence = np.searchsorted(bounds[1:], hidden, side="right")
                 for number, (each, places) in enumerate(zip(log_p, (asked, hidden, hidden), strict=True)):

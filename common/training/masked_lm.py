@@ -94,6 +94,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
         super().__init__(built, flags, world)
         self.bf16 = flags.precision.bf16
+        self.tokens = self.family.tokens_of(built.config)
         self._baselines: Baselines | None = None
         self._of_split: dict[str, BaselineLosses] = {}
         self._homologs = None
@@ -101,9 +102,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
             self._homologs, self.metrics = extra().with_homologs(self), (*self.metrics, "loss_masked_with_homologs")
 
     def open(self, evaluates: bool) -> None:
-        self.data = open_data(
-            self.flags.data, self.family.tokens, self.world, evaluates, {"sample": self._make_sample}
-        )
+        self.data = open_data(self.flags.data, self.tokens, self.world, evaluates, {"sample": self._make_sample})
         named = {name: f"eval_{name}" for name in self.data.flags.eval_sets if name != "validation"}
         with self.world.raise_together():
             own = {} if named and self.data.held_out("validation") is None else self.held_out
@@ -115,12 +114,12 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
 
     def example(self, tokens: int) -> Batch:
         pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
-        choices = np.array(self.family.tokens.replacements, dtype=np.uint8)
+        choices = np.array(self.tokens.replacements, dtype=self.tokens.dtype)
         ids = choices[np.random.default_rng(self.flags.data.seed).integers(len(choices), size=tokens)]
-        return masked_batches(self.flags.data, self.family.tokens, self.world.mesh)(pack, ids)
+        return masked_batches(self.flags.data, self.tokens, self.world.mesh)(pack, ids)
 
     def collator(self, total_steps: int) -> Collator:
-        tokens, static_shape = self.family.tokens, self.built.static_shape
+        tokens, static_shape = self.tokens, self.built.static_shape
         return masked_batches(self.flags.data, tokens, self.world.mesh, total_steps, static_shape)
 
     @staticmethod
@@ -136,7 +135,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         store, beside = self.data.held_out(split), self.baselines(split, prefix)
         settings = self.bf16, self.built.static_shape
         where, has_bar = (self.flags.data, self.world, prefix, step), not self.flags.log.disable_tqdm
-        results, losses = evaluate(model, store, self.family.tokens, *where, *settings, has_bar)
+        results, losses = evaluate(model, store, self.tokens, *where, *settings, has_bar)
         if losses is None:
             return Evaluation(results)
         with self.world.raise_together():
@@ -153,7 +152,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
     def baselines(self, split: str, prefix: str) -> BaselineLosses:
         """Losses on a split of the baselines that the model is compared with; all ranks together."""
         if split not in self._of_split:
-            tokens, flags = self.family.tokens, self.flags.data
+            tokens, flags = self.tokens, self.flags.data
             with self.world.raise_together():
                 self._baselines = self._baselines or Baselines(self.data.sample(), tokens)
             asked = held_out_masks(flags, tokens)
@@ -191,7 +190,7 @@ def evaluate(
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`,
     with the results of `SelectedSums`."""
     batches = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, static_shape), world)
-    also = SelectedSums(len(store), tokens.mask, world.device)
+    also = SelectedSums(len(store), tokens, world.device)
     sequences = len(store) if has_bar else None
     return held_out_results(model, batches, world, prefix, step, bf16, "selected_tokens", also, sequences)
 
@@ -199,11 +198,11 @@ def evaluate(
 class SelectedSums:
     """Sums over the residues asked, by what is shown in their place, and over the hidden ones of each protein.
 
-    A random residue that happens to be the true one counts as kept: the model is shown the same.
+    tokens: of the model. A random residue that happens to be the true one counts as kept: the model is shown the same.
     """
 
-    def __init__(self, proteins: int, mask: int, device: torch.device):
-        self.mask = mask
+    def __init__(self, proteins: int, tokens: TokenSet, device: torch.device):
+        self.masked = torch.from_numpy(tokens.masked_ids.astype(np.int64)).to(device)
         self.by_shown = torch.zeros(3, len(SHOWN) + 1, dtype=torch.float64, device=device)  # loss, correct, number
         self.by_protein = torch.zeros(2, proteins, dtype=torch.float64, device=device)  # hidden: loss, number
 
@@ -211,7 +210,8 @@ class SelectedSums:
         """The output has token_losses and token_correct [T]: a model's in eval mode. No synchronisation."""
         shown, labels, bounds = inputs["input_ids"], inputs["labels"], inputs["cu_seqlens"].long()
         asked = labels >= 0
-        kind = torch.where(shown == self.mask, 0, torch.where(shown == labels, 1, 2)).masked_fill(~asked, len(SHOWN))
+        masked = self.masked[labels.clamp(min=0)]
+        kind = torch.where(shown == masked, 0, torch.where(shown == labels, 1, 2)).masked_fill(~asked, len(SHOWN))
         values = torch.stack([output.token_losses.double(), output.token_correct.double(), asked.double()])
         self.by_shown.index_add_(1, kind, values)
         # Rows of a sequence each: `bounds` may have fillers behind the pack's own, and tokens beyond the last bound.

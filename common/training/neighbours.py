@@ -30,7 +30,7 @@ def smoothed_frequencies(counts: np.ndarray, tokens: TokenSet) -> np.ndarray:
     About zero for tokens that are never masked. One is added to every count, so that a residue absent from training
     has a finite loss.
     """
-    residues = slice(tokens.residues[0], tokens.residues[1] + 1)
+    residues = tokens.is_maskable
     frequencies = np.full(tokens.vocab_size, 1e-300)
     frequencies[residues] = (counts[residues] + 1) / (counts[residues] + 1).sum()
     return frequencies
@@ -55,7 +55,7 @@ class Neighbours:
         symbols, standard = _symbols(tokens), len(tokens.replacements)
         counts = np.zeros(tokens.vocab_size)
         pairs = np.zeros((FOLDS, len(PLACES), standard + 2, standard))
-        fitted, step = np.empty((0, len(PLACES) + 2), np.int8), 1
+        fitted, step = np.empty((0, len(PLACES) + 2), np.int16), 1
         proteins = residues = 0
         for ids, offsets in blocks:
             counts += np.bincount(ids, minlength=tokens.vocab_size)
@@ -64,7 +64,7 @@ class Neighbours:
             around = _around(symbols, ids, offsets, positions)
             rows = np.column_stack((around, fold[positions], symbols[ids[positions]]))
             pairs += _count(rows, standard)
-            fitted = np.concatenate((fitted, rows[-residues % step :: step].astype(np.int8)))
+            fitted = np.concatenate((fitted, rows[-residues % step :: step].astype(np.int16)))
             while len(fitted) > MAX_FITTED:
                 fitted, step = fitted[::2], 2 * step
             proteins, residues = proteins + len(offsets) - 1, residues + len(rows)
@@ -74,7 +74,8 @@ class Neighbours:
         return cls(tokens, log_frequencies, strength * _log_ratios(pairs.sum(0), log_f), strength)
 
     def log_p(self, input_ids: np.ndarray, offsets: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Log-probabilities of the residues at `positions`, float64 [P, vocab_size]. Their own tokens are not read.
+        """Log-probabilities of the residues at `positions`, float64 [P, vocab_size]. Their own tokens are not read,
+        but for what a mask tells (`TokenSet.masked`).
 
         input_ids: [T], as the model sees them; offsets: int64 [n + 1], of its sequences or crops.
         """
@@ -83,6 +84,9 @@ class Neighbours:
         standard = list(self.tokens.replacements)  # other letters keep their frequencies
         log_f = self.log_frequencies[standard]
         log_p[:, standard] = _log_softmax(log_f + _sum_scores(self.scores, around)) + np.log(np.exp(log_f).sum())
+        if self.tokens.masked is not None:  # what is shown tells which tokens it may stand for
+            possible = self.tokens.masked_ids == input_ids[positions][:, None]
+            log_p = _log_softmax(np.where(possible, log_p, -np.inf))
         return log_p
 
 

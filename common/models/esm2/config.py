@@ -5,12 +5,18 @@ Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
+from common.files.safe_files import shorten
 from common.hooks import extra
 from common.models.esm2 import alphabet
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers import hf_directory
 from common.models.layers.config_base import ConfigBase
 
@@ -22,8 +28,9 @@ HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 class Esm2Config(ConfigBase):
     """The fields of an ESM-2 config.json, with the defaults of `transformers.EsmConfig`.
 
-    A class of our own: importing transformers' takes longer than everything else before the first step. others: all
-    other keys of a config.json (but those that load code), unused here and written again.
+    A class of our own: importing transformers' takes longer than everything else before the first step. alphabet: what
+    declares one that is not ESM-2's (`Alphabet.declared`). others: all other keys of a config.json (but those that
+    load code), unused here and written again.
     """
 
     set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
@@ -31,11 +38,8 @@ class Esm2Config(ConfigBase):
     described = "ESM-2 pretraining here needs"
     fixed = {
         "model_type": "esm",
-        "vocab_size": alphabet.VOCAB_SIZE,
         "position_embedding_type": "rotary",
         "emb_layer_norm_before": (False, None),
-        "pad_token_id": alphabet.PAD,
-        "mask_token_id": alphabet.MASK,
         "tie_word_embeddings": True,
         "is_folding_model": (False, None),
         "is_decoder": (False, None),
@@ -47,7 +51,6 @@ class Esm2Config(ConfigBase):
         *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
         *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
     )
-    vocabulary = " ".join(alphabet.TOKENS)
 
     model_type: str = "esm"
     vocab_size: int | None = None
@@ -70,6 +73,7 @@ class Esm2Config(ConfigBase):
     tie_word_embeddings: bool = True
     is_folding_model: bool | None = False
     is_decoder: bool | None = False
+    alphabet: dict | None = None
     others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -78,11 +82,38 @@ class Esm2Config(ConfigBase):
 
     def content(self) -> dict[str, Any]:
         values = super().content()
-        if values["hidden_act"] is None:  # a field of ours alone: absent stays absent
-            del values["hidden_act"]
+        for name in ("hidden_act", "alphabet"):  # fields of ours alone: absent stays absent
+            if values[name] is None:
+                del values[name]
         return values
 
+    @property
+    def tokens(self) -> Alphabet:
+        if self.alphabet is None:
+            return ESM2_TOKENS
+        return extra().alphabet(self.alphabet, "alphabet in config.json")
+
+    @property
+    def num_tokens(self) -> int:
+        assert self.vocab_size is not None, "`check` was not called"
+        return self.vocab_size
+
+    @property
+    def vocabulary(self) -> str:  # pyrefly: ignore[bad-override]  # of each configuration
+        return f"{self.tokens} {self.tokens.declared}".strip()
+
+    def in_alphabet(self, tokens: Alphabet) -> Self:
+        """With the vocabulary of an alphabet that `extra().alphabet` made."""
+        ids = {"vocab_size": tokens.vocab_size, "pad_token_id": tokens.pad, "mask_token_id": tokens.mask}
+        return replace(self, **ids, alphabet=json.loads(tokens.declared) if tokens.declared else None)
+
     def check(self, where: str) -> None:
+        tokens = self.tokens
+        ids = {"vocab_size": tokens.vocab_size, "pad_token_id": tokens.pad, "mask_token_id": tokens.mask}
+        for name, needed in ids.items():
+            if (stated := getattr(self, name)) != needed:
+                known = "" if self.alphabet else " (another alphabet needs a vocab.txt beside config.json)"
+                raise UserError(f"{where}: {name} is {shorten(stated)}, {self.described} {needed}{known}")
         super().check(where)
         if self.max_position_embeddings > MOST_POSITIONS:
             raise UserError(
@@ -139,6 +170,51 @@ def load_config(name: str) -> Esm2Config:
     """The configuration behind a built-in name, a local directory, or a name on the Hub (in this order)."""
     if name in ESM2_SIZES:
         return esm2_config(*ESM2_SIZES[name])
-    config = hf_directory.load_config(name, Esm2Config.read, name, ESM2_SIZES, "")
+    config = with_vocabulary(hf_directory.load_config(name, Esm2Config.read, name, ESM2_SIZES, ""), name)
     config.check(name)
     return config
+
+
+VOCABULARY_BYTES = 1 << 22  # read of a vocab.txt at most: ESM-2's has 100
+
+
+def read_vocabulary(path: Path) -> list[str] | None:
+    """The tokens of a vocab.txt, one a line; None if there is none."""
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return [line.strip() for line in file.read(VOCABULARY_BYTES).rstrip().split("\n")]
+
+
+def check_vocabulary(tokens: list[str] | None, config: Esm2Config, path: Path) -> None:
+    """UserError for a vocab.txt with other tokens than the configuration's, or another order. None is needed."""
+    letters = config.tokens.letters
+    if tokens is not None and tokens != list(letters):
+        both = zip_longest(tokens, letters, fillvalue="nothing")
+        number, (theirs, ours) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
+        whose = "ESM-2's vocabulary" if config.alphabet is None else f"the vocabulary {config.tokens.name}"
+        raise UserError(
+            f"{path}: not {whose}: token {number} is {theirs[:20]!r}, not {ours!r}: only models of "
+            f"{'ESM-2' if config.alphabet is None else config.tokens.name}'s {len(letters)} tokens in their published "
+            "order can be read"
+        )
+
+
+def with_vocabulary(config: Esm2Config, name: str) -> Esm2Config:
+    """The configuration with the alphabet of its vocab.txt, if its tokens are not as many as ESM-2's.
+
+    UserError if the two disagree.
+    """
+    if config.alphabet is not None or config.vocab_size in (None, ESM2_TOKENS.vocab_size):
+        return config
+    path = hf_directory.local_directory(name) / "vocab.txt"
+    if (tokens := read_vocabulary(path)) is None:
+        return config  # `check` says what it lacks
+    if len(tokens) != config.vocab_size:
+        raise UserError(f"{path}: has {len(tokens)} tokens, and config.json says vocab_size {config.vocab_size}")
+    found = config.in_alphabet(extra().alphabet(tokens, str(path)))
+    for key in ("pad_token_id", "mask_token_id"):
+        if getattr(config, key) not in (None, getattr(found, key)):
+            stated, theirs = getattr(config, key), found.tokens.letters[getattr(found, key)]
+            raise UserError(f"{path}: {theirs} is token {getattr(found, key)}, and config.json says {key} {stated}")
+    return found

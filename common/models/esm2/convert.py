@@ -10,18 +10,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from common.cli import UserError
 from common.hooks import extra
-from common.models.esm2 import alphabet
-from common.models.esm2.config import ESM2_SIZES, Esm2Config
-from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
+from common.models.esm2.alphabet import ESM2_TOKENS
+from common.models.esm2.config import ESM2_SIZES, Esm2Config, check_vocabulary, read_vocabulary
+from common.models.esm2.model import Esm2ForMaskedLM, padded
 from common.models.layers.hf_directory import read_tensors
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
@@ -61,22 +59,6 @@ NOT_FITTED = "the contact head is not fitted: `predict_contacts` answers 0.5 for
 FITTED = "the contact head was fitted to these weights on {} protein chains"
 CONTACT_CHAINS = "contact_head_fitted_on"  # in config.json, where transformers keeps it: hashes of these chains
 KEPT = "the contact head is that of the starting weights, which training leaves as it is"
-VOCABULARY_CHARACTERS = 10_000  # read of a vocab.txt at most: ESM-2's has 100
-
-
-def _check_vocabulary(path: Path) -> None:
-    """UserError for a vocab.txt with other tokens or another order. None is needed."""
-    if not path.is_file():
-        return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        tokens = [line.strip() for line in file.read(VOCABULARY_CHARACTERS).rstrip().split("\n")]
-    if tokens != list(alphabet.TOKENS):
-        both = zip_longest(tokens, alphabet.TOKENS, fillvalue="nothing")
-        number, (theirs, ours) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
-        raise UserError(
-            f"{path}: not ESM-2's vocabulary: token {number} is {theirs[:20]!r}, not {ours!r}: only models of "
-            "ESM-2's 33 tokens in their published order can be read"
-        )
 
 
 class Esm2Adapter(StateDictAdapter):
@@ -103,7 +85,7 @@ class Esm2Adapter(StateDictAdapter):
 
     def split(self, name: str, tensor: Tensor, parts: int, config: Esm2Config) -> list[Tensor]:
         if name in _VOCAB:
-            return [tensor[: alphabet.VOCAB_SIZE]]
+            return [tensor[: config.num_tokens]]
         if parts == 1:
             return [tensor]
         by_head = tensor.unflatten(0, (config.num_attention_heads, 3, -1))  # [H, 3, D, ...]
@@ -112,7 +94,7 @@ class Esm2Adapter(StateDictAdapter):
     def join(self, name: str, tensors: list[Tensor], config: Esm2Config) -> Tensor:
         first = tensors[0]
         if name in _VOCAB:
-            return torch.cat((first, first.new_zeros(PADDED_VOCAB - len(first), *first.shape[1:])))
+            return torch.cat((first, first.new_zeros(padded(len(first)) - len(first), *first.shape[1:])))
         if len(tensors) == 1:
             return first
         return torch.stack([part.unflatten(0, (config.num_attention_heads, -1)) for part in tensors], 1).flatten(0, 2)
@@ -140,10 +122,11 @@ class Esm2Adapter(StateDictAdapter):
     def read_published(self, name: str, config: Esm2Config) -> tuple[Pieces, dict[str, Tensor]]:
         """(our parameters, tensors that only the export needs) of published weights, a directory or a name on the Hub.
 
-        UserError for missing, unknown or misshapen tensors, and for another vocabulary than ESM-2's.
+        UserError for missing, unknown or misshapen tensors, and for another vocabulary than its configuration's.
         """
         root, theirs = read_tensors(name)
-        _check_vocabulary(root / "vocab.txt")
+        path = root / "vocab.txt"
+        check_vocabulary(read_vocabulary(path), config, path)
         if "lm_head.decoder.layer_norm_weight" in theirs:
             return extra().recipe_pieces(theirs, config, str(root)), {}
         return self.from_hf(theirs, config, str(root))
@@ -172,9 +155,13 @@ class Esm2Adapter(StateDictAdapter):
     def write_tokenizer(self, directory: Path, tokenizer: Any = None) -> None:
         from transformers import EsmTokenizer
 
+        config = directory / "config.json"
+        tokens = Esm2Config.read(config).tokens if config.is_file() else ESM2_TOKENS
         vocabulary = directory / "vocab.txt"
-        vocabulary.write_text("\n".join(alphabet.TOKENS))
-        EsmTokenizer(str(vocabulary), model_max_length=1026).save_pretrained(directory)
+        vocabulary.write_text("\n".join(tokens.letters))
+        ids = {"cls": tokens.begin, "eos": tokens.end, "pad": tokens.pad, "unk": tokens.unknown, "mask": tokens.mask}
+        names = {f"{name}_token": tokens.letters[token] for name, token in ids.items()}
+        EsmTokenizer(str(vocabulary), model_max_length=1026, **names).save_pretrained(directory)
 
 
 ADAPTER = Esm2Adapter()

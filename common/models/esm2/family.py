@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
+from common.data.token_store import recorded_alphabet
 from common.distributed.world import World
 from common.flags import Missing, flag
 from common.hooks import extra
@@ -72,7 +74,7 @@ class ModelFlags(BackendFlags):
     group = "model"
     required = ("config_name",)
     advanced = ("config_overrides",)
-    unlisted = ("model_type", "tokenizer_name", "gelu", "bf16_residual")
+    unlisted = ("model_type", "tokenizer_name", "alphabet", "gelu", "bf16_residual")
     file_only = ("fused_gelu",)
 
     config_name: str | None = flag(
@@ -94,6 +96,11 @@ class ModelFlags(BackendFlags):
         None, "For another size: change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
     )
     tokenizer_name: str | None = flag(None, "ESM-2's vocabulary is built in: a directory with another one is refused.")
+    alphabet: str | None = flag(
+        None,
+        "For --dataset in another alphabet than ESM-2's: saprot, codon, or a YAML file (docs/data.md). Default: that "
+        "of --dataset_dir.",
+    )
     gelu: str | None = flag(
         None,
         "exact: ESM-2's own; tanh: an approximation, Transformer Engine's only one. Default: the backend's.",
@@ -156,12 +163,13 @@ class EncoderFamily(BackendFamily):
     def check_flags(self, flags: ModelFlags) -> None:
         """UserError for flags of ESM-2 only."""
         of_esm2 = {"gelu": flags.gelu, "fused_gelu": flags.fused_gelu, "tokenizer_name": flags.tokenizer_name}
+        of_esm2 |= {"alphabet": flags.alphabet}
         for name in (name for name, is_given in of_esm2.items() if is_given):
             raise UserError(f"--{name}: is of ESM-2 only, and this is {self.title}: drop the flag")
         if flags.backend in HF_BACKENDS:
             raise UserError(f"--backend {flags.backend}: is of ESM-2 only: choose auto, te, torch")
 
-    def configuration(self, args: Any) -> tuple[Any, None]:
+    def configuration(self, args: Any) -> tuple[Any, str | None]:
         flags = args.model
         self.check_flags(flags)
         name = flags.config_name or flags.model_name_or_path
@@ -192,6 +200,24 @@ class Esm2(EncoderFamily):
 
     def load_config(self, name: str) -> Esm2Config:
         return load_config(name)
+
+    def tokens_of(self, config: Esm2Config) -> Alphabet:
+        return config.tokens
+
+    def configuration(self, args: Any) -> tuple[Esm2Config, str | None]:
+        """A model of random weights takes the alphabet of --alphabet, or of the data."""
+        config, remark = super().configuration(args)
+        asked = args.model.alphabet
+        wanted = extra().alphabet(asked, f"--alphabet {asked}") if asked else None
+        if wanted is None and args.model.config_name and args.data.dataset_dir:
+            wanted = recorded_alphabet(args.data.dataset_dir)
+        if wanted is None or config.tokens == wanted:
+            return config, remark
+        if config.alphabet is not None or not args.model.config_name:
+            name = args.model.config_name or args.model.model_name_or_path
+            given = f"--alphabet {asked}" if asked else f"--dataset_dir {args.data.dataset_dir}"
+            raise UserError(f"{name}: a model of the alphabet {config.tokens.name}, and {given} is {wanted.name}")
+        return config.in_alphabet(wanted), f"Alphabet: {wanted.name}, {wanted.vocab_size} tokens"
 
     def check_flags(self, flags: ModelFlags) -> None:
         if flags.tokenizer_name:
@@ -227,7 +253,7 @@ class Esm2(EncoderFamily):
         hidden, ffn = config.hidden_size, config.intermediate_size
         per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 2 * hidden * ffn)
         attention = 4 * config.num_hidden_layers * hidden * squared_lengths
-        head = 2 * targets * (hidden * hidden + hidden * len(TOKENS))
+        head = 2 * targets * (hidden * hidden + hidden * config.num_tokens)
         return 3.0 * (per_token * tokens + attention + head)
 
     def from_transformers(self, model: Any) -> tuple[Any, Pieces]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.models.esm2.alphabet import MASK, PAD, VOCAB_SIZE
+from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.layers_torch import LayerNorm
 from common.models.layers.initialise import initialise
@@ -22,7 +22,7 @@ from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Block, Layers, Model, total
 from common.shape_buckets import SHAPE_MULTIPLE, filled_up, predicted_positions
 
-PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
+PADDED_VOCAB = 64  # rows of the embedding, or a multiple, for matrix units. Those past the tokens stay zero, unseen.
 # ESM-2 was trained with 15 % of the tokens selected, 80 % of them replaced by <mask>: 12 % of the input.
 TRAIN_MASK_RATIO = 0.15 * 0.8
 
@@ -33,7 +33,7 @@ class Esm2Output(NamedTuple):
     A tuple: wrappers' hooks look for tensors in tuples and lists, and silently miss those of a dataclass.
     """
 
-    logits: Tensor | None = None  # [T, 33] or [B, S, 33] (zeros where padded), fp32
+    logits: Tensor | None = None  # [T, tokens] or [B, S, tokens] (zeros where padded), fp32
     loss_sum: Tensor | None = None  # scalar fp32: cross-entropy in nats, summed over the masked positions
     correct: Tensor | None = None  # scalar int64: masked positions whose top prediction is the label
     hidden: Tensor | None = None  # [T, hidden]: after the final LayerNorm; only when asked for
@@ -41,13 +41,19 @@ class Esm2Output(NamedTuple):
     token_correct: Tensor | None = None  # [T] bool: where the top prediction is the label; in eval mode
 
 
+def padded(vocab_size: int) -> int:
+    """The least multiple of PADDED_VOCAB that has a row for each token."""
+    return -(-vocab_size // PADDED_VOCAB) * PADDED_VOCAB
+
+
 class Embeddings(nn.Module):
     """residual: dtype of the residual stream under autocast."""
 
-    def __init__(self, config: Esm2Config, residual: torch.dtype = torch.float32):
+    def __init__(self, config: Any, residual: torch.dtype = torch.float32):
         super().__init__()
         self.token_dropout, self.residual = config.token_dropout, residual
-        self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
+        self.mask = getattr(config, "mask_token_id", MASK)
+        self.word_embeddings = nn.Embedding(padded(getattr(config, "vocab_size", PADDED_VOCAB)), config.hidden_size)
 
     def forward(
         self,
@@ -64,7 +70,7 @@ class Embeddings(nn.Module):
             x, dtype = x.float(), self.residual  # also if a strategy casts weights to bf16
         if not self.token_dropout:
             return x.to(dtype)
-        is_mask = input_ids == MASK
+        is_mask = input_ids == self.mask
         cu_seqlens = cu_seqlens.long()
         lengths = cu_seqlens.diff()
         if cp_pack is None:
@@ -109,11 +115,12 @@ class LMHead(nn.Module):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.layer_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.bias = nn.Parameter(torch.empty(PADDED_VOCAB))
+        self.num_tokens = config.num_tokens
+        self.bias = nn.Parameter(torch.empty(padded(config.num_tokens)))
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         x = self.layer_norm(F.gelu(self.dense(x)))
-        return linear(x, embedding, self.bias)[..., :VOCAB_SIZE].float()
+        return linear(x, embedding, self.bias)[..., : self.num_tokens].float()
 
 
 class Esm2ForMaskedLM(Model):
@@ -123,9 +130,8 @@ class Esm2ForMaskedLM(Model):
     residual: of torch's layers under autocast, the stream from layer to layer; that of `te` is always bf16.
     """
 
-    # For layers.initialise: <pad> and the rows past the vocabulary start, and stay, at zero.
-    zero_rows = {"embeddings.word_embeddings.weight": (PAD, *range(VOCAB_SIZE, PADDED_VOCAB))}
-    padded_vocab = {"embeddings.word_embeddings.weight": VOCAB_SIZE, "lm_head.bias": VOCAB_SIZE}
+    zero_rows: dict[str, Any]
+    padded_vocab: dict[str, Any]
 
     def __init__(self, config: Esm2Config, backend: str = "torch", residual: torch.dtype = torch.float32):
         super().__init__()
@@ -138,6 +144,13 @@ class Esm2ForMaskedLM(Model):
         self.embeddings = Embeddings(config, residual)
         self.encoder = Encoder(config, layers, LayerNorm(config.hidden_size, eps=config.layer_norm_eps))
         self.lm_head = LMHead(config)
+        self._name_rows()
+
+    def _name_rows(self) -> None:
+        """For layers.initialise: <pad> and the rows past the vocabulary start, and stay, at zero."""
+        size, embedding = self.config.num_tokens, "embeddings.word_embeddings.weight"
+        self.zero_rows = {embedding: (self.config.pad_token_id, *range(size, padded(size)))}
+        self.padded_vocab = {embedding: size, "lm_head.bias": size}
 
     @property
     def layers(self) -> Layers:  # pyrefly: ignore[bad-override]  # checkpoints have the attribute's name

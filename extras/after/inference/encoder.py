@@ -153,9 +153,9 @@ class Encoder:
         else:
             family = family_of(stock.config.model_type)
             config, pieces = family.from_transformers(stock)
-        if not isinstance(family.tokens, Alphabet):
+        if not isinstance(tokens := family.tokens_of(config), Alphabet):
             raise UserError(f"{flags.model_name_or_path}: its family has no letters to encode proteins with")
-        self.alphabet: Alphabet = family.tokens
+        self.alphabet: Alphabet = tokens
         with torch.device("meta"):
             self.model: Any = family.make(config)
         self.model.to_empty(device=self.device).eval()

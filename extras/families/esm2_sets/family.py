@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.cli import UserError
+from common.data.alphabet import Alphabet
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.family import FAMILY as ESM2
@@ -22,6 +23,9 @@ class EsmSets(SetFamily):
 
     def load_config(self, name: str) -> EsmSetsConfig:
         return load_config(name)
+
+    def tokens_of(self, config: EsmSetsConfig) -> Alphabet:
+        return config.tokens
 
     def check_run(self, args: Any, config: EsmSetsConfig, backend: str, world: World) -> None:
         super().check_run(args, config, backend, world)

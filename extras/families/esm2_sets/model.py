@@ -30,9 +30,8 @@ class EsmSetsForMaskedLM(SetModel, Esm2ForMaskedLM):
         self.embeddings = Embeddings(config, residual)
         self.encoder = FollowedEncoder(config, layers, LayerNorm(config.hidden_size, eps=config.layer_norm_eps))
         self.lm_head = LMHead(config)
-        self.zero_rows = Esm2ForMaskedLM.zero_rows | {
-            f"{name}.proj.weight": range(config.hidden_size) for name in self._over_sets()
-        }
+        self._name_rows()
+        self.zero_rows |= {f"{name}.proj.weight": range(config.hidden_size) for name in self._over_sets()}
 
     def _over_sets(self) -> list[str]:
         layers = range(self.config.num_hidden_layers)

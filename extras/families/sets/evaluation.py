@@ -176,7 +176,7 @@ def losses_with_homologs(
     collator = rank_batches(masks, flags, world.mesh, tokens.pad, tokens.mask, filled_to, flags.eval_mlm_probability)
     plan = HeldOutPlan(store, sets, flags.max_seq_length, capacity)
     batches = evaluation_batches(store, plan, SetCollator(collator), world.mesh, **flags.loading(world))
-    also = SelectedSums(len(store), tokens.mask, world.device)
+    also = SelectedSums(len(store), tokens, world.device)
     return held_out_results(model, batches, world, "homologs", step, bf16, "selected_tokens", also).losses
 
 
@@ -237,7 +237,7 @@ class WithHomologs:
         if not len(sets.proteins):
             return {}
         settings = step, task.bf16, task.built.static_shape
-        losses = losses_with_homologs(model, store, sets, task.family.tokens, flags, task.world, *settings)
+        losses = losses_with_homologs(model, store, sets, task.tokens, flags, task.world, *settings)
         if losses is None:
             return None
         results = gains(sets, alone, losses, prefix)
@@ -247,7 +247,7 @@ class WithHomologs:
     def _of_split(self, split: str, store: ProteinStore, alone: ProteinLosses) -> HeldOutSets:
         flags = self.task.flags.data
         tokens = SetTokens.of(str(flags.set_tokens)).most
-        limits, alphabet = (flags.set_size, tokens, flags.max_seq_length), self.task.family.tokens
+        limits, alphabet = (flags.set_size, tokens, flags.max_seq_length), self.task.tokens
         assert isinstance(alphabet, Alphabet), "a family of proteins as text"
         sets = held_out_sets(store, alone.clusters, *limits, alphabet)
         kept = self._sets[split] = sets.with_at_least(1)
