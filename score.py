@@ -43,7 +43,13 @@ from extras.after.inference.correlation import Correlation, as_table, correlatio
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
 from extras.after.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
-from extras.after.inference.mutation_scores import ContextOf, Variant, quoted, score, single_mutants
+from extras.after.inference.mutation_scores import (
+    ContextOf,
+    Variant,
+    quoted,
+    score,
+    single_mutants,
+)
 from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
@@ -52,9 +58,10 @@ from extras.after.inference.mutation_tables import (
     Columns,
     measured_of,
     read_rows,
+    read_texts,
     variants_of,
 )
-from extras.prepare.sources.proteins import ProteinFlags, read_residues
+from extras.prepare.sources.proteins import ProteinFlags
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
@@ -325,11 +332,11 @@ def score_table(args: Arguments) -> None:
     new, hashes = all_columns(args), input_hashes(args)
     path = str(args.mutations)
     names, rows = read_rows(path, f"--mutations {path}")
-    proteins = read_residues(str(args.fasta), flags=args.proteins)
+    texts, proteins = read_texts(str(args.fasta), str(args.model_name_or_path), args.proteins)
     columns = columns_of(args, names, new, proteins)
-    variants = variants_of(columns, rows, proteins, path, str(args.fasta))
+    variants = variants_of(columns, rows, proteins, path, str(args.fasta), texts)
     scored = {variant.protein for variant in variants}
-    used = {name: text for name, text in proteins.items() if text in scored}
+    used = {name: text for name, text in texts.items() if text in scored}
     hashes |= args.context.hashes(used)
     measured_column = args.measured_column or (MEASURED if MEASURED in names else None)
     measured = measured_of(measured_column, rows, path) if measured_column else []
@@ -359,7 +366,7 @@ def score_table(args: Arguments) -> None:
 
 def score_all(args: Arguments) -> None:
     hashes, directory = input_hashes(args), Path(str(args.output))
-    proteins = read_residues(str(args.fasta), flags=args.proteins)
+    texts, proteins = read_texts(str(args.fasta), str(args.model_name_or_path), args.proteins)
     hashes |= args.context.hashes(proteins)
     inputs = {"--model_name_or_path": args.model_name_or_path, "--fasta": args.fasta}
     inputs |= {"--homologs": args.context.homologs, "--homologs_fasta": args.context.homologs_fasta}
@@ -371,9 +378,10 @@ def score_all(args: Arguments) -> None:
         if (output := stack.enter_context(claim)) is None:
             return
         encoder, contexts = load(args, made_from, model, proteins)
-        texts = list(proteins.values())
-        scores = each_column(args, contexts, lambda *how: np.concatenate(single_mutants(encoder, texts, *how)))
-        ends = np.cumsum([len(text) for text in texts])[:-1]
+        scores = each_column(
+            args, contexts, lambda *how: np.concatenate(single_mutants(encoder, texts.values(), *how))
+        )
+        ends = np.cumsum([len(residues) for residues in proteins.values()])[:-1]
         matrices = {name: np.split(values, ends) for name, values in scores.items()}
         about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
         log_variance(write_matrices(output, proteins, matrices, args.first_residue, about))

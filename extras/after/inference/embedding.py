@@ -15,11 +15,9 @@ from torch import Tensor
 
 from common.cli import UserError
 from common.console import slow_bar
-from common.data.alphabet import Alphabet
 from common.distributed.world import World
 from common.files.content_hash import content_hash
 from common.flags import Missing, flag
-from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
@@ -30,6 +28,7 @@ from extras.after.inference.encoder import (
     Progress,
     Protein,
     Totals,
+    alphabet_of,
     check_parts,
     embed,
     in_parts,
@@ -148,17 +147,13 @@ def recorded_form(args: EmbeddingFlags, made_from: dict) -> dict:
     return earlier
 
 
-def alphabet_of(args: EmbeddingFlags) -> Alphabet:
-    tokens = encoder_family(str(args.model_name_or_path)).tokens
-    return tokens if isinstance(tokens, Alphabet) else ESM2_TOKENS  # Encoder refuses it
-
-
 def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: dict) -> tuple[Encoder, Totals]:
     """Load the model and count the input, on all ranks together. build: on rank 0 only."""
     counts = None
     with world.on_main_rank() as is_main:
         if is_main:
-            counts = build.done(INPUT) or asdict(look_through(args.fasta, alphabet_of(args), args.proteins))
+            alphabet = alphabet_of(str(args.model_name_or_path))
+            counts = build.done(INPUT) or asdict(look_through(args.fasta, alphabet, args.proteins))
     totals = Totals(**world.broadcast_object(counts))
     if world.is_main:
         totals.report(f"--fasta {args.fasta}")
@@ -208,13 +203,14 @@ def make_parts(
         def done(end: int, tokens: int) -> None:
             bar.update(max(0, min(tokens, end - bar.n)))  # tokens are more than residues: windows overlap
 
-        for number, part in enumerate(in_parts(proteins_of(args.fasta, args.proteins), args.proteins_per_part)):
+        proteins, width = proteins_of(args.fasta, args.proteins, encoder.alphabet), encoder.alphabet.width
+        for number, part in enumerate(in_parts(proteins, args.proteins_per_part)):
             path = part_path(directory, number)
-            residues += sum(len(text) for _, text in part)
+            residues += sum(len(text) // width for _, text in part)
             if number % world.size == world.rank and not is_made(path, part, facts):
                 pooling, layers = None if args.per_residue else args.pooling, args.repr_layers or ()
                 embedded = embed_part(encoder, part, partial(done, residues), pooling, layers, contexts)
-                write_part(table(part, embedded, facts, layers), path)
+                write_part(table(part, embedded, facts, layers, width), path)
             bar.update(residues - bar.n)  # with those of parts that exist, or that other ranks make
             seen += len(part)
             bar.set_postfix_str(f"{seen:,} of {totals.proteins:,} proteins", refresh=False)

@@ -35,8 +35,9 @@ class Window(NamedTuple):
     begin: int
     end: int
 
-    def residues_of(self, sequence: bytes) -> bytes:
-        return sequence[self.start : self.start + self.length]
+    def residues_of(self, sequence: bytes, width: int = 1) -> bytes:
+        """width: characters of the sequence a residue."""
+        return sequence[self.start * width : (self.start + self.length) * width]
 
 
 def windows(residues: int, longest: int) -> Iterator[Window]:
@@ -80,16 +81,16 @@ def look_through(fasta: str, alphabet: Alphabet = ESM2_TOKENS, flags: ProteinFla
     alphabet: of the model, whose unknown characters are counted; flags: what is made of gaps and of bad records.
     UserError for any invalid record. Takes 8 bytes of memory a protein.
     """
-    cleaner = (flags or ProteinFlags()).cleaner(f"--fasta {fasta}")
+    cleaner = (flags or ProteinFlags()).cleaner(f"--fasta {fasta}", alphabet)
     totals, ids = Totals(), []
     for lines in read_fasta_lines(fasta, cleaner=cleaner):
         rows = columns(lines)
         data, offsets = characters(rows.column("text"))
-        data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
-        is_unknown = alphabet.byte_to_id[data] == alphabet.unknown
+        data, offsets = data[offsets[0] : offsets[-1]], (offsets - offsets[0]) // alphabet.width
+        is_unknown = alphabet.ids_of(data) == alphabet.unknown
         unknown = np.add.reduceat(is_unknown, offsets[:-1], dtype=np.int64)  # texts are not empty
         totals.proteins += rows.num_rows
-        totals.residues += len(data)
+        totals.residues += len(is_unknown)
         totals.unknown += int(unknown.sum())
         totals.with_unknown += int(np.count_nonzero(unknown))
         ids.append(hash_bytes(*characters(rows.column("id"))))
@@ -132,6 +133,16 @@ class EncoderFlags(Flags):
     def check(self) -> None:
         self.require_at_least(8, "max_seq_length")
         self.require_at_least(1, "tokens_per_pack")
+
+
+def alphabet_of(name: str) -> Alphabet:
+    """Of a model; ESM-2's of one that cannot be read, as `Encoder` will say."""
+    try:
+        family = encoder_family(name)
+        tokens = family.tokens_of(family.load_config(name))
+    except UserError:
+        return ESM2_TOKENS
+    return tokens if isinstance(tokens, Alphabet) else ESM2_TOKENS
 
 
 class Encoder:
@@ -301,11 +312,14 @@ def embed(
     pooling: "mean" or "max" over residues, or "cls": the `<cls>` of the protein's first window. done, layers, context:
     as in `Encoder.hidden`.
     """
-    first = len(encoder.alphabet.head)
+    first, width = len(encoder.alphabet.head), encoder.alphabet.width
     longest = encoder.flags.max_seq_length - encoder.alphabet.num_special
-    parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text), longest)]
+    parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text) // width, longest)]
     outputs = encoder.hidden(
-        [encoder.alphabet.encode(window.residues_of(proteins[n][1])) for n, window in parts], done, layers, context
+        [encoder.alphabet.encode(window.residues_of(proteins[n][1], width)) for n, window in parts],
+        done,
+        layers,
+        context,
     )
     pieces: list[list[Tensor]] = [[] for _ in proteins]
     for (n, window), hidden in zip(parts, outputs, strict=True):
@@ -318,10 +332,13 @@ def embed(
     return [tensor.amax(0) if pooling == "max" else tensor.mean(0) for tensor in of_residues]
 
 
-def table(proteins: list[Protein], embedded: list[Tensor], facts: Facts, layers: Sequence[int] = ()) -> pa.Table:
+def table(
+    proteins: list[Protein], embedded: list[Tensor], facts: Facts, layers: Sequence[int] = (), width: int = 1
+) -> pa.Table:
     """Columns id, length, and embedding: float32 [hidden] of each protein, or a list of one per residue.
 
-    embedded: as from `embed`. layers: if several, the columns are embedding_N.
+    embedded: as from `embed`. layers: if several, the columns are embedding_N. width: characters a
+    residue.
     """
     columns: dict[str, pa.Array] = {}
     for number, name in enumerate([f"embedding_{n}" for n in layers] if len(layers) > 1 else ["embedding"]):
@@ -334,7 +351,7 @@ def table(proteins: list[Protein], embedded: list[Tensor], facts: Facts, layers:
             ends = np.cumsum([0, *(len(tensor) for tensor in embedded)])
             vectors = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), vectors)
         columns[name] = vectors
-    lengths = pa.array([len(text) for _, text in proteins], pa.int32())
+    lengths = pa.array([len(text) // width for _, text in proteins], pa.int32())
     made = pa.table({"id": [name for name, _ in proteins], "length": lengths} | columns)
     return made.replace_schema_metadata(facts)
 

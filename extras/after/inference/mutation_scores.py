@@ -46,7 +46,7 @@ class Mutation(NamedTuple):
 
 
 class Variant(NamedTuple):
-    protein: bytes  # the wild type's residues
+    protein: bytes  # the wild type's residues, or its text in the model's alphabet
     mutations: tuple[Mutation, ...]
 
 
@@ -168,7 +168,7 @@ def undo(text: str, mutated: str, where: str, first_residue: int = 1) -> bytes:
 
 def check_letters(variants: Sequence[Variant], alphabet: Alphabet) -> None:
     """UserError for a mutation of, or to, a residue that the model's alphabet lacks."""
-    lacks = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size)) == alphabet.unknown
+    lacks = np.isnan(in_esm2_ids(np.zeros((1, alphabet.vocab_size)), alphabet))[0]
     for mutation in (mutation for variant in variants for mutation in variant.mutations):
         for token in (mutation.wild, mutation.mutant):
             if lacks[token]:
@@ -199,25 +199,50 @@ def log_probabilities(
     for protein, position in positions:
         of_protein.setdefault(protein, set()).add(position)
     passes: dict[Pass, list[int]] = {}
+    alphabet = encoder.alphabet
     for protein, wanted in of_protein.items():
-        parts = list(windows(len(protein), encoder.flags.max_seq_length - encoder.alphabet.num_special))
+        parts = list(windows(len(protein) // alphabet.width, encoder.flags.max_seq_length - alphabet.num_special))
         ends = [window.start + window.end for window in parts]
         for position in sorted(wanted):
             window = parts[bisect_right(ends, position)]
             passes.setdefault(Pass(protein, window, position if masked else None), []).append(position)
-    planned(sum(key.window.length + encoder.alphabet.num_special for key in passes))
+    planned(sum(key.window.length + alphabet.num_special for key in passes))
     log_probs: dict[Key, np.ndarray] = {}
-    alphabet = encoder.alphabet
     for context, group in _groups(passes, context_of):
         in_window = [np.array(passes[key]) + len(alphabet.head) - key.window.start for key in group]
         tokens = [_tokens(key, alphabet) for key in group]
         for key, logits in zip(group, encoder.logits(tokens, done, in_window, context), strict=True):
-            rows = torch.log_softmax(logits.double(), -1).numpy()
-            if alphabet.prepared is not None:
-                ids = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size))
-                rows = np.where(ids == alphabet.unknown, np.nan, rows[:, ids])
+            rows = in_esm2_ids(torch.log_softmax(logits.double(), -1).numpy(), alphabet)
             log_probs |= {(key.protein, position): row for position, row in zip(passes[key], rows, strict=True)}
     return log_probs
+
+
+def in_esm2_ids(log_p: np.ndarray, alphabet: Alphabet) -> np.ndarray:
+    """Log-probabilities [n, vocab_size] by the ids of ESM-2, [n, 33]; NaN for letters that the alphabet lacks.
+
+    Of an alphabet with several tokens an amino acid, the logarithm of their summed probabilities.
+    """
+    if alphabet.declared:
+        found = np.full((len(log_p), ESM2_TOKENS.vocab_size), np.nan)
+        for letter in np.unique(alphabet.amino_acids[alphabet.is_maskable]):
+            if letter and (token := BYTE_TO_ID[letter]) != ESM2_TOKENS.unknown:
+                found[:, token] = np.logaddexp.reduce(log_p[:, alphabet.amino_acids == letter], axis=1)
+        return found
+    if alphabet.prepared is None:
+        return log_p
+    ids = alphabet.of_stored(np.arange(ESM2_TOKENS.vocab_size))
+    return np.where(ids == alphabet.unknown, np.nan, log_p[:, ids])
+
+
+def amino_acids_of(text: bytes, alphabet: Alphabet) -> bytes:
+    """The amino acids that a text of a model stands for, X for none, without a token that ends it (a stop codon)."""
+    if not alphabet.declared:
+        return text
+    ids = alphabet.ids_of(np.frombuffer(text, np.uint8))
+    if len(ids) and ids[-1] in alphabet.last_only:
+        ids = ids[:-1]
+    letters = alphabet.amino_acids[ids]
+    return np.where(letters == 0, ord("X"), letters).astype(np.uint8).tobytes()
 
 
 def _groups(passes: Iterable[Pass], context_of: ContextOf | None) -> Iterator[tuple[Any, list[Pass]]]:
@@ -261,14 +286,15 @@ def single_mutants(
     """The scores of all single mutants of each protein, float64 [length, 20] in the order of `RESIDUES`; NaN where the
     wild type is no amino acid."""
     proteins = list(proteins)
-    wild = {protein: BYTE_TO_ID[np.frombuffer(protein, np.uint8)] for protein in proteins}
+    residues = {protein: amino_acids_of(protein, encoder.alphabet) for protein in proteins}
+    wild = {protein: BYTE_TO_ID[np.frombuffer(text, np.uint8)] for protein, text in residues.items()}
     known = {protein: np.isin(ids, list(WILD_TYPES)) for protein, ids in wild.items()}
     wanted = ((protein, int(n)) for protein, is_known in known.items() for n in np.flatnonzero(is_known))
     log_p = log_probabilities(encoder, wanted, masked, done, planned, context_of)
     columns = [int(BYTE_TO_ID[ord(letter)]) for letter in RESIDUES]
     matrices = []
     for protein in proteins:
-        scores = np.full((len(protein), len(columns)), np.nan)
+        scores = np.full((len(residues[protein]), len(columns)), np.nan)
         for n in np.flatnonzero(known[protein]):
             row = log_p[protein, int(n)]
             scores[n] = row[columns] - row[wild[protein][n]]
@@ -277,7 +303,8 @@ def single_mutants(
 
 
 def _tokens(key: Pass, alphabet: Alphabet) -> np.ndarray:
-    tokens = alphabet.encode(key.window.residues_of(key.protein))
+    tokens = alphabet.encode(key.window.residues_of(key.protein, alphabet.width))
     if key.masked is not None:
-        tokens[len(alphabet.head) + key.masked - key.window.start] = alphabet.mask
+        place = len(alphabet.head) + key.masked - key.window.start
+        tokens[place] = alphabet.masked_ids[tokens[place]]
     return tokens

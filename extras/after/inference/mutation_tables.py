@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from common.cli import UserError, one_line
-from extras.after.inference.mutation_scores import Variant, compare, parse_variant, quoted, undo
+from extras.after.inference.encoder import alphabet_of
+from extras.after.inference.mutation_scores import Variant, amino_acids_of, compare, parse_variant, quoted, undo
 from extras.prepare.sources.compression import HEAD_BYTES, detect_non_text, open_decompressed, strip_compression
+from extras.prepare.sources.proteins import ProteinFlags, read_residues
 
 MUTANT, PROTEIN = "mutant", "protein"
 # ProteinGym's, besides `mutant`.
@@ -102,10 +104,24 @@ def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, s
     return names, rows
 
 
+def read_texts(fasta: str, model: str, flags: ProteinFlags) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """(texts in the model's alphabet, their amino acids) of a FASTA file, by id; the same but for a declared one."""
+    alphabet = alphabet_of(model)
+    texts = read_residues(fasta, flags=flags, alphabet=alphabet)
+    return texts, {name: amino_acids_of(text, alphabet) for name, text in texts.items()}
+
+
 def variants_of(
-    columns: Columns, rows: Sequence[dict[str, str]], proteins: dict[str, bytes], path: str | Path, fasta: str
+    columns: Columns,
+    rows: Sequence[dict[str, str]],
+    proteins: dict[str, bytes],
+    path: str | Path,
+    fasta: str,
+    texts: dict[str, bytes] | None = None,
 ) -> list[Variant]:
-    """The variant of each row. UserError names the first row with an unknown protein or an invalid mutation."""
+    """The variant of each row. texts: of the proteins, in the model's alphabet, where that has others.
+
+    UserError names the first row with an unknown protein or an invalid mutation."""
     variants = []
     for line, row in enumerate(rows, 2):
         where = f"{path}, row {line}"
@@ -116,11 +132,12 @@ def variants_of(
                 "if it is about something else"
             )
         cell = row[columns.mutant]
-        variants.append(
+        variant = (
             compare(cell, proteins[name], where)
             if columns.is_sequence
             else parse_variant(cell, proteins[name], where, columns.first_residue)
         )
+        variants.append(variant if texts is None else variant._replace(protein=texts[name]))
     return variants
 
 

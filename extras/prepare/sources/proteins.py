@@ -11,7 +11,9 @@ import numpy as np
 
 from common.cli import UserError
 from common.data import GAPS_HELP, Gaps, Policy
+from common.data.alphabet import Alphabet
 from common.flags import Flags, flag
+from extras.prepare.sources.alphabet_texts import AlphabetCleaner
 from extras.prepare.sources.fasta import read_fasta
 from extras.prepare.sources.records import BadRecords
 from extras.prepare.sources.residues import Cleaner, is_alignment
@@ -35,38 +37,48 @@ class ProteinFlags(Flags):
         changed = {"gaps": self.gaps, "on_bad_record": self.on_bad_record}
         return {name: value for name, value in changed.items() if value not in (None, "error")}
 
-    def cleaner(self, where: str) -> Cleaner:
-        """The cleaner of a FASTA file or an alignment. where: for messages; it ends with the file's name."""
+    def cleaner(self, where: str, alphabet: Alphabet | None = None) -> Cleaner:
+        """The cleaner of a FASTA file or an alignment. where: for messages; it ends with the file's name; alphabet: of
+        the texts, if they are no proteins."""
+        if alphabet is not None and alphabet.declared:
+            return AlphabetCleaner(where, alphabet, BadRecords(self.on_bad_record))
         return Cleaner(where, self.gaps, BadRecords(self.on_bad_record), is_alignment(where))
 
 
-def proteins_of(path: str, flags: ProteinFlags | None = None) -> Iterator[tuple[str, bytes]]:
-    """(id, residues) of each record of a FASTA file; nothing is reported."""
-    for name, text in read_fasta(path, cleaner=(flags or ProteinFlags()).cleaner(path)):
+def proteins_of(
+    path: str, flags: ProteinFlags | None = None, alphabet: Alphabet | None = None
+) -> Iterator[tuple[str, bytes]]:
+    """(id, residues) of each record of a FASTA file; nothing is reported. alphabet: as of `ProteinFlags.cleaner`."""
+    for name, text in read_fasta(path, cleaner=(flags or ProteinFlags()).cleaner(path, alphabet)):
         yield name.decode(), text
 
 
-def read_proteins(path: str, given: str = "--fasta", flags: ProteinFlags | None = None) -> dict[str, str]:
-    """{id: normalised residues} of a FASTA file; says what was changed. given: its flag, "" for none.
+def read_proteins(
+    path: str, given: str = "--fasta", flags: ProteinFlags | None = None, alphabet: Alphabet | None = None
+) -> dict[str, str]:
+    """{id: normalised residues} of a FASTA file; says what was changed. given: its flag, "" for none;
+    alphabet: as of `ProteinFlags.cleaner`.
 
     UserError for an id that two records have.
     """
     where = f"{given} {path}".strip()
-    cleaner = (flags or ProteinFlags()).cleaner(where)
+    cleaner = (flags or ProteinFlags()).cleaner(where, alphabet)
     proteins: dict[str, str] = {}
     for raw, text in read_fasta(path, cleaner=cleaner):
         if (name := raw.decode()) in proteins:
             raise UserError(f"{where}: two records have the id {name[:40]!r}: rename one, or remove it")
-        proteins[name] = text.decode().upper()
+        proteins[name] = text.decode().upper() if alphabet is None or alphabet.ignore_case else text.decode()
     cleaner.report()
     if not proteins:
         raise UserError(f"{where}: no record is a protein")
     return proteins
 
 
-def read_residues(path: str, given: str = "--fasta", flags: ProteinFlags | None = None) -> dict[str, bytes]:
-    """{id: normalised residues, ASCII} of a FASTA file; says what was changed. given: its flag, "" for none."""
-    return {name: text.encode() for name, text in read_proteins(path, given, flags).items()}
+def read_residues(
+    path: str, given: str = "--fasta", flags: ProteinFlags | None = None, alphabet: Alphabet | None = None
+) -> dict[str, bytes]:
+    """As `read_proteins`, ASCII."""
+    return {name: text.encode() for name, text in read_proteins(path, given, flags, alphabet).items()}
 
 
 def clean_texts(
