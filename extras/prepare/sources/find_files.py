@@ -80,7 +80,10 @@ class Source:
         """A hash (hex) of a split's contents in order, whatever the files' names."""
         files = self.splits.get(split, ())
         # Gaps only where they are given, so that identities of before that flag hold.
-        read_as = [(file.kind, file.content.columns, *filter(None, [file.content.gaps])) for file in files]
+        read_as = [
+            (file.kind, file.content.columns, *filter(None, [file.content.gaps, file.content.alphabet]))
+            for file in files
+        ]
         held = self.contents[split] if self.revision is None else self._listing(split)
         return hashlib.sha256(repr([held, read_as]).encode()).hexdigest()
 

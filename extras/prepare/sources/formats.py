@@ -63,7 +63,8 @@ class Content:
 
     name: plural, for messages; columns: possible names of the column of texts; line_ends: whether a text may contain
     them; other_column: advice if no column has such a name; longest: bytes of a record; gaps, on_bad_record: of
-    proteins, as of extras.prepare.sources.residues.Cleaner.
+    proteins, as of extras.prepare.sources.residues.Cleaner; alphabet: what declares that of the texts (JSON), "" for
+    proteins.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Content:
     longest: int = LONGEST_PROTEIN
     gaps: Gaps | None = None
     on_bad_record: Policy = "error"
+    alphabet: str = ""
 
     @classmethod
     def from_json(cls, value: dict) -> Content:
@@ -107,9 +109,11 @@ PROTEINS = Content(
 )
 
 
-def proteins(longest: int = LONGEST_PROTEIN, gaps: Gaps | None = None, on_bad_record: Policy = "error") -> Content:
-    """Proteins, in records of at most `longest` bytes."""
-    return replace(PROTEINS, longest=longest, gaps=gaps, on_bad_record=on_bad_record)
+def proteins(
+    longest: int = LONGEST_PROTEIN, gaps: Gaps | None = None, on_bad_record: Policy = "error", alphabet: str = ""
+) -> Content:
+    """Proteins, in records of at most `longest` bytes; or texts of a declared alphabet."""
+    return replace(PROTEINS, longest=longest, gaps=gaps, on_bad_record=on_bad_record, alphabet=alphabet)
 
 
 def documents(column: str, longest: int = LONGEST_DOCUMENT) -> Content:

@@ -243,7 +243,7 @@ def open_mixture(flags: DataFlags, tokens: TokenSet, world: World, evaluate: boo
             parse_sources(flags)
             if flags.eval_dataset and not isinstance(tokens, Alphabet):
                 raise UserError("--eval_dataset with --dataset_mix: the family gives no alphabet to encode files by")
-            source = find_source(flags) if flags.eval_dataset else None
+            source = find_source(flags, alphabet=tokens.declared) if flags.eval_dataset else None
     source = world.broadcast_object(source and source.to_json())
     splits = Source.from_json(source).splits if source else {}
     with world.raise_together():

@@ -8,6 +8,7 @@ Hub is retried.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -21,6 +22,8 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
+from common.hooks import extra
+from extras.prepare.sources.alphabet_texts import AlphabetCleaner
 from extras.prepare.sources.compression import (
     STRADDLING,
     check_file,
@@ -239,6 +242,9 @@ def read_sequences(
 
 def cleaner_of(unit: Unit) -> Cleaner:
     content = unit.file.content
+    if content.alphabet:
+        alphabet = extra().alphabet(json.loads(content.alphabet), "--alphabet")
+        return AlphabetCleaner(str(unit), alphabet, BadRecords(content.on_bad_record))
     return Cleaner(str(unit), content.gaps, BadRecords(content.on_bad_record), is_alignment(unit.file.path))
 
 

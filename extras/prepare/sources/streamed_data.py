@@ -217,7 +217,7 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
     source, records = None, 0
     with world.on_main_rank() as is_main:
         if is_main:
-            source = find_source(flags, makers)
+            source = find_source(flags, makers, tokens.declared)
             if flags.dataset:
                 records = count_records(source.splits["train"])
                 source = with_contents(source, "train")
@@ -239,9 +239,9 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
     return data
 
 
-def find_source(flags: DataFlags, makers: Makers | None = None) -> Source:
-    """The files of --dataset, if given, and of each set of --eval_dataset as a split."""
-    source, content = None, proteins(flags.max_record_length, flags.gaps, flags.on_bad_record)
+def find_source(flags: DataFlags, makers: Makers | None = None, alphabet: str = "") -> Source:
+    """The files of --dataset, if given, and of each set of --eval_dataset as a split. alphabet: as of `Content`."""
+    source, content = None, proteins(flags.max_record_length, flags.gaps, flags.on_bad_record, alphabet)
     if flags.dataset:
         source = _find_dataset(flags, makers or {}, content)
     for name, path in flags.eval_sets.items():
