@@ -39,6 +39,7 @@ from extras.after.downstream.metrics import about_intervals, shown, with_interva
 from extras.after.downstream.outputs import Manifest, Output, claimed, writing
 from extras.after.downstream.results import RESULTS
 from extras.after.downstream.splits import SPLITS
+from extras.after.downstream.stock_model import config_for_proteins
 from extras.after.downstream.tuned_card import card_of
 from extras.after.inference.exported import is_checkpoint
 from extras.prepare.relatives import HELP, say_relatives
@@ -149,7 +150,7 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
     family = encoder_family(name)
     if not family.stock:
         raise UserError(f"--model_name_or_path {name}: {NO_STOCK}")
-    config = family.load_config(name)
+    config = config_for_proteins(name)
     for _ in family.adapter.read(name, config)[0]:
         pass  # it checks vocabulary and weights
     if dropout := dropout_of(config):

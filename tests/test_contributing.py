@@ -70,6 +70,32 @@ for task in ("mlm", "clm"):
     assert found[2:] == ["True True"] * 2
 
 
+def test_alphabet_is_one_file_and_one_line(checkout):
+    module, line = contributing("An alphabet")
+    (checkout / "extras/families/alphabets/phospho.py").write_text(module)
+    insert(checkout / "extras/catalogue.py", line, '        "codon": ')
+    found = printed_by(
+        checkout,
+        """
+import extras
+import numpy as np
+from common.hooks import extra
+from common.models.esm2.config import esm2_config
+from common.models.esm2.model import build_model
+from extras.after.inference.mutation_scores import amino_acids_of
+
+alphabet = extra().alphabet("phospho", "")
+ids = alphabet.encode("M-SpX-")
+print(ids.tolist(), alphabet.is_maskable[ids].tolist(), amino_acids_of(b"M-SpX-", alphabet).decode())
+config = esm2_config(1, 32, 2).in_alphabet(alphabet)
+config.check("phospho")
+print(config.alphabet, build_model(config, seed=1).embeddings.word_embeddings.weight.any(1).sum().item())
+""",
+    )
+    assert found[0] == "[0, 15, 25, 28, 2] [False, True, True, False, False] MSX"
+    assert found[1] == "{'name': 'phospho'} 28"  # 29 tokens; <pad> is zero
+
+
 def test_number_format_is_one_file_and_one_line(checkout):
     module, line = contributing("A number format")
     (checkout / "extras/formats/rows.py").write_text(module)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.data.token_store import open_split
+from common.data.token_store import open_split, recorded_alphabet
 from common.files.runs import CHECKPOINT
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES
@@ -234,7 +234,7 @@ def check_dataset_dir(dataset_dir: str) -> tuple[Finding, dict[str, str]]:
         if split != "train" and not (Path(dataset_dir) / split).is_dir():
             continue
         try:
-            store = open_split(dataset_dir, split, ESM2_TOKENS)
+            store = open_split(dataset_dir, split, recorded_alphabet(dataset_dir) or ESM2_TOKENS)
         except UserError as error:
             if split != "train" and "empty" in str(error):
                 continue

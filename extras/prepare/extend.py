@@ -28,7 +28,7 @@ from numpy.lib.format import open_memmap
 
 from common.cli import UserError, log_every, run
 from common.data.clusters import DIRECTORY, Clusters
-from common.data.token_store import EXTENDS
+from common.data.token_store import EXTENDS, recorded_alphabet
 from common.files.content_hash import content_hash
 from common.files.safe_files import sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag, parse_arguments
@@ -76,6 +76,8 @@ class Prepared:
         record = read_record(self.arrow)
         if record is None or not record["made_from"].get("line_by_line"):
             raise UserError(f"{self.arrow}: not a finished output of step 1 with a protein a record")
+        if alphabet := recorded_alphabet(self.arrow):
+            raise UserError(f"{self.arrow}: in the alphabet {alphabet.name}: only data in ESM-2's can be extended")
         self.made_from, self.results = record["made_from"], record["results"]
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError, log_every, run
+from common.data.token_store import recorded_alphabet
 from common.models.esm2.alphabet import PAD
 from extras.command_line import positional
 from extras.prepare.encode import hash_records
@@ -58,6 +59,8 @@ def main() -> None:
     for directory in (held_out, trained):
         if not (directory / "train/state.json").is_file():
             raise UserError(f"{directory}: not an output of step 1: give the directory arrow")
+    if recorded_alphabet(held_out) != recorded_alphabet(trained):
+        raise UserError(f"{held_out} and {trained}: of different alphabets, whose tokens do not compare")
     with log_every("Comparing"):
         counts = copies_in_train(held_out, trained)
     for split, (copies, records) in counts.items():

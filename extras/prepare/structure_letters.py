@@ -26,7 +26,7 @@ from extras.prepare.sources.residues import Cleaner
 LEAST_CONFIDENCE = 70.0  # of SaProt
 SPECIAL = ["<cls>", "<pad>", "<eos>", "<unk>", "<mask>"]
 LETTERS = declare({"name": "3di", "tokens": [*SPECIAL, *STRUCTURES.upper(), UNKNOWN], "synonyms": {"X": UNKNOWN}})
-INSTALL = "pip install 'esm2-pretraining[structures]', or give a FASTA file of 3Di letters, as Foldseek writes it"
+INSTALL = "pip install -r requirements-structures.txt, or give a FASTA file of 3Di letters, as Foldseek writes it"
 ATOMS = ("CA", "CB", "N", "C")
 
 

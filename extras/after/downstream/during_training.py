@@ -51,9 +51,11 @@ class Downstream:
     def __init__(self, task: Task):
         self.task, self.world, self.made = task, task.world, []
         flags, config = task.flags.downstream, task.built.config
-        alphabet = getattr(task.family, "tokens", None)
+        alphabet = getattr(task, "tokens", None)
         if not isinstance(alphabet, Alphabet):
             raise UserError(f"{flags.given[0]}: of {config.model_type}; only encoders are evaluated so: drop the flag")
+        if alphabet.declared:
+            raise UserError(f"{flags.given[0]}: reads proteins, and the model's alphabet is {alphabet.name}: drop it")
         if flags.eval_contacts and not isinstance(config, Esm2Config):
             raise UserError(f"--eval_contacts: {task.family.title} has no contact head in transformers: drop the flag")
         with self.world.on_main_rank() as is_main:

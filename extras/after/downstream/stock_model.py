@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
-from common.models.esm2.config import load_config
 from common.models.esm2.convert import ADAPTER
 from common.models.family import encoder_family, family_of
 
@@ -47,9 +46,18 @@ def read_stock_model(name: str, device: torch.device) -> Any:
     """transformers' ESM-2 of a directory or a name on the Hub, in fp32. UserError for another model, and for missing,
     unknown or misshapen tensors."""
     check_esm2(name)
-    config = load_config(name)
+    config = config_for_proteins(name)
     ours, extras = ADAPTER.read(name, config)
     return stock_model(config, ADAPTER.to_hf(dict(ours).__getitem__, config, extras), device)
+
+
+def config_for_proteins(name: str) -> Any:
+    """The configuration of a model. UserError for one of a declared alphabet, which reads no plain proteins."""
+    family = encoder_family(name)
+    config = family.load_config(name)
+    if alphabet := getattr(family.tokens_of(config), "declared", ""):
+        raise UserError(f"{name}: its alphabet is {alphabet[:60]}: this reads proteins by ESM-2's letters alone")
+    return config
 
 
 def check_esm2(name: str) -> None:
