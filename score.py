@@ -16,63 +16,75 @@ some models read, scores are means over contexts, with standard errors. docs/aft
 from __future__ import annotations
 
 import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
-import csv
-import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from common.cli import UserError, run
 from common.console import slow_bar
 from common.files.content_hash import content_hash
-from common.files.safe_files import file_name, is_plain_name, read_json, replace_flushed
 from common.flags import Missing, flag, parse_arguments
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
-from extras.after.downstream.outputs import Manifest, Output, claimed, locked_file, writing
+from extras.after.downstream.outputs import claimed, locked_file
 from extras.after.downstream.results import to_open
+from extras.after.inference.causal import (
+    Causal,
+    CausalFlags,
+    directions_of,
+    is_decoder,
+    log_likelihoods,
+    matrices_of,
+)
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family, mean_over
-from extras.after.inference.correlation import Correlation, as_table, correlations
+from extras.after.inference.correlation import correlate, log_correlations
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
-from extras.after.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
-from extras.after.inference.mutation_scores import (
-    ContextOf,
-    Variant,
-    quoted,
-    score,
-    single_mutants,
-)
+from extras.after.inference.indels import Mutated
+from extras.after.inference.likelihoods import MEAN, Variants, pseudo_log_likelihoods
+from extras.after.inference.mutation_scores import ContextOf, Variant, score, single_mutants
 from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
     PROTEIN,
-    SEQUENCE,
-    Columns,
+    check_new,
+    columns_of,
     measured_of,
     read_rows,
     read_texts,
     variants_of,
 )
+from extras.after.inference.scored_files import (
+    ERROR,
+    SCRIPT,
+    earlier_matrices,
+    is_finished,
+    log_variance,
+    write,
+    write_matrices,
+    written,
+)
 from extras.prepare.sources.proteins import ProteinFlags
 
 logger = logging.getLogger(__name__)
-COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
-ERROR = "_error"  # ends the name of a column of standard errors over contexts
-RECORD = "scores.json"  # in a directory of --all_single_mutants
-SCRIPT = "score.py"
+# {column: whether residues are masked}: of substitutions, of tables with insertions or deletions, of decoders.
+MARGINALS = {"masked_marginal": True, "wild_type_marginal": False}
+PSEUDO = {"pseudo_log_likelihood": True, "one_pass_log_likelihood": False}
+CAUSAL = {"log_likelihood": False}
 SETTINGS = (
     *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
     *("wild_type_marginal_only", "column_prefix"),
 )
-SAID = 20  # matrices whose variance is printed
+
+
+# (whether residues are masked, done, planned, context_of), as of `score`: {ending of the column's name: values}
+Compute = Callable[..., dict[str, np.ndarray]]
 
 
 @dataclass
@@ -80,18 +92,28 @@ class Arguments(EncoderFlags):
     required = ("fasta", "mutations", "all_single_mutants", "output")
 
     fasta: str | None = flag(None, "The wild type; or several, which the column `protein` names.")
-    mutations: str | None = flag(None, "The CSV.")
+    mutations: str | None = flag(None, "The CSV, of mutations or of whole mutated sequences.", "sequences")
     all_single_mutants: bool = flag(False, "Instead of --mutations: a matrix and a heat map of each protein.")
     output: str | None = flag(None, "The CSV with the scores; of --all_single_mutants a directory.")
-    mutation_column: str = flag(MUTANT, "The column of the mutations. Without it `mutated_sequence` is compared.")
+    mutation_column: str = flag(MUTANT, "The column of the mutations. Without it `mutated_sequence` or `sequence`.")
     protein_column: str = flag(PROTEIN, "The column of the ids in --fasta; needed if it has several.")
     measured_column: str | None = flag(
         None, f"What was measured, to correlate the scores with. Default: {MEASURED}, if the table has it."
     )
     first_residue: int = flag(1, "The number that the CSV gives the first residue.")
-    wild_type_marginal_only: bool = flag(False, "Only the cheap score: one pass per window of a protein.")
+    wild_type_marginal_only: bool = flag(
+        False, "Only the cheap score of an encoder: one pass per window of a protein, nothing masked.", "one_pass"
+    )
     column_prefix: str = flag("", "Prefix of the names of the new columns, for example the model's name.")
     overwrite: bool = flag(False, "Replace an existing --output.")
+    changed: ClassVar[dict[str, Any]] = {
+        "model_name_or_path": flag(
+            None,
+            "A run's output directory, a checkpoint, or any directory of an ESM-2, ESM C, AMPLIFY, E1 or protein "
+            "decoder; or a Hub name of an encoder.",
+        )
+    }
+    decoder: CausalFlags = field(default_factory=CausalFlags)
     context: ContextFlags = field(default_factory=ContextFlags)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
 
@@ -132,176 +154,77 @@ class Arguments(EncoderFlags):
             raise UserError(f"--output {output}: {there} is not a directory that you can write to: choose another")
 
 
-def written(output: Path) -> list[Path]:
-    """All files that a run writes: the scores, the record of their input, and the partial files of both."""
-    final = (output, output.with_name(f"{output.name}.json"))
-    return [*final, *(path.with_name(f"{path.name}.partial") for path in final)]
-
-
-def columns_of(args: Arguments, names: list[str], new: list[str], proteins: dict[str, bytes]) -> Columns:
-    """UserError unless the CSV has the required columns and none of the new ones."""
-    where = f"--mutations {args.mutations}"
-    is_sequence = args.mutation_column == MUTANT and MUTANT not in names and SEQUENCE in names
-    there = ", ".join(map(quoted, names))
-    if args.mutation_column not in names and not is_sequence:
-        raise UserError(f"{where}: no column {args.mutation_column!r}, only {there}: give --mutation_column")
-    if args.measured_column and args.measured_column not in names:
-        raise UserError(f"{where}: no column {args.measured_column!r}, only {there}: correct --measured_column")
-    if args.protein_column not in names and (len(proteins) > 1 or args.protein_column != PROTEIN):
-        raise UserError(
-            f"--fasta {args.fasta} has {len(proteins)} proteins and {args.mutations} no column "
-            f"{args.protein_column!r} to tell them apart: add it, or give a --fasta of one"
-        )
-    for name in new:
-        if name in names:
-            raise UserError(f"{where}: it has a column {name!r} already: rename it, or give another --column_prefix")
-    protein = args.protein_column if args.protein_column in names else None
-    return Columns(SEQUENCE if is_sequence else args.mutation_column, is_sequence, protein, args.first_residue)
-
-
 def input_hashes(args: Arguments) -> dict[str, str]:
     return {f"{name}_hash": content_hash(getattr(args, name)) for name in args.inputs}
 
 
-def is_finished(output: Path, record: Path, made_from: dict) -> bool:
-    """Whether the file has the scores of this input. UserError if it has any other content."""
-    if not output.exists():
-        return False
-    why = "exists without a record of what it was made from"
-    with suppress(OSError, ValueError, KeyError):
-        recorded = read_json(record)
-        if recorded["made_from"] != made_from:
-            why = "was made from other input or arguments"
-        elif recorded["sha256"] == content_hash(output):
-            return True
-        else:
-            why = "has changed since it was written"
-    raise UserError(f"--output {output}: {why}: give --overwrite to replace it, or another --output")
+class Scores(NamedTuple):
+    """What is written: {column: whether residues are masked}, of each the endings of its name, and whether standard
+    errors over contexts follow."""
+
+    columns: dict[str, bool]
+    endings: tuple[str, ...]
+    has_errors: bool
+
+    @property
+    def names(self) -> list[str]:
+        """The columns of scores."""
+        return [f"{name}{ending}" for name in self.columns for ending in self.endings]
+
+    @property
+    def all_names(self) -> list[str]:
+        return self.names + [f"{name}{ERROR}" for name in self.names if self.has_errors]
 
 
-def write(output: Path, record: Path, header: list[str], rows: list[dict], about: dict) -> None:
-    """Write the scores and their record (`about` and a checksum): flushed before they get their names."""
-    with writing(output, "--output"), replace_flushed(output) as partial:
-        with open(partial, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, header)
-            writer.writeheader()
-            writer.writerows(rows)
-        # The record first: scores are never beside a record of other input.
-        with replace_flushed(record) as path:
-            path.write_text(json.dumps(about | {"sha256": content_hash(partial)}, indent=1))
-
-
-def write_matrices(
-    output: Output, proteins: dict[str, bytes], scores: dict[str, list[np.ndarray]], first_residue: int, about: dict
-) -> dict[str, Shares]:
-    """NAME.SCORE.csv of each protein and score, and NAME.png of the first score; then their record, with what each
-    table's variance follows from, which is returned too."""
-    variance: dict[str, Shares] = {}
-    taken: set[str] = set()
-    with output.replaced() as directory:
-        for number, (name, text) in enumerate(proteins.items()):
-            stem = file_name(name, taken)
-            for column, matrices in scores.items():
-                write_matrix(directory / f"{stem}.{column}.csv", text, matrices[number], first_residue)
-                if not column.endswith(ERROR):
-                    variance[f"{stem}.{column}"] = shares(text, matrices[number])
-            column = next(iter(scores))
-            draw(directory / f"{stem}.png", f"{name[:60]}: {column}", text, scores[column][number], first_residue)
-        about = about | {"variance": {name: each._asdict() for name, each in variance.items()}}
-        (directory / RECORD).write_text(json.dumps(about, indent=1))
-    return variance
-
-
-def earlier_matrices(output: Path) -> Manifest | None:
-    """What a version without manifests left there."""
-    try:
-        content = read_json(output / RECORD)
-        names = (RECORD, *filter(is_plain_name, content["sha256"]))
-        return Manifest({"script": SCRIPT} | content["made_from"], True, dict.fromkeys(names))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def log_variance(variance: dict[str, Shares]) -> None:
-    """A line each, of at most `SAID` matrices, and a warning of those whose scores say nothing of positions."""
-    for name, found in list(variance.items())[:SAID]:
-        logger.info("%s: %s", name, found)
-    if len(variance) > SAID:
-        logger.info("... and of %s more matrices: %s", f"{len(variance) - SAID:,}", RECORD)
-    alone = sum(found.of_residues_alone for found in variance.values())
-    if alone:
-        logger.warning("%d of %d matrices: %s", alone, len(variance), WARNING)
-
-
-def correlate(
-    scores: dict[str, np.ndarray], measured: list[float], proteins: Sequence[str], variants: list[Variant]
-) -> dict[str, dict]:
-    """{protein: {variants, and of each score: spearman, low, high}} over its rows that have a measurement."""
-    found: dict[str, dict] = {}
-    for protein in dict.fromkeys(proteins):
-        rows = [n for n, name in enumerate(proteins) if name == protein and not math.isnan(measured[n])]
-        of_rows = {name: values[rows].tolist() for name, values in scores.items()}
-        made = correlations(of_rows, [measured[n] for n in rows], [variants[n] for n in rows])
-        found[protein] = {"variants": len(rows)} | {name: each._asdict() for name, each in made.items()}
-    return found
-
-
-def log_correlations(column: str, found: dict[str, dict]) -> None:
-    """A table of one protein, or the means of several."""
-    total = sum(each["variants"] for each in found.values())
-    names = list(dict.fromkeys(name for each in found.values() for name in each if name != "variants"))
-    if not names:
-        logger.warning("%s: too few different values to correlate with", column)
-    elif len(found) == 1:
-        (of_one,) = found.values()
-        table = as_table({name: Correlation(**of_one[name]) for name in names})
-        title = f"Spearman correlation with {column}, {total:,} variants (95 % bootstrap interval over the variants):"
-        logger.info("%s", "\n".join([title, *table]))
-    else:
-        title = f"Spearman correlation with {column}, {total:,} variants, mean ± standard error over proteins:"
-        rows = [mean_row(name, [each[name]["spearman"] for each in found.values() if name in each]) for name in names]
-        logger.info("%s", "\n".join([title, *rows]))
-
-
-def mean_row(name: str, values: list[float]) -> str:
-    error = f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
-    return f"  {name}  {np.mean(values):.3f}{error}  ({len(values)} proteins)"
-
-
-def all_columns(args: Arguments) -> list[str]:
-    """The columns that are written: scores, and with several contexts their standard errors."""
-    names, has_errors = list(new_columns(args)), bool(args.context.homologs) and args.context.contexts > 1
-    return names + [f"{name}{ERROR}" for name in names if has_errors]
-
-
-def new_columns(args: Arguments) -> dict[str, bool]:
-    """{name: whether positions are masked}."""
-    return {
-        f"{args.column_prefix}{name}": masked
-        for name, masked in COLUMNS.items()
-        if not (masked and args.wild_type_marginal_only)
-    }
+def scores_of(args: Arguments, model: str, variants: Variants = ()) -> Scores:
+    """A decoder gives likelihoods, an encoder marginals, or pseudo-likelihoods if a variant has another length."""
+    has_indels = any(isinstance(variant, Mutated) for variant in variants)
+    likelihoods = is_decoder(model) or has_indels
+    columns = CAUSAL if is_decoder(model) else PSEUDO if has_indels else MARGINALS
+    named = {f"{args.column_prefix}{name}": masked for name, masked in columns.items()}
+    cheap = {name: masked for name, masked in named.items() if not (masked and args.wild_type_marginal_only)}
+    endings = ("", MEAN) if likelihoods and variants else ("",)
+    return Scores(cheap, endings, bool(args.context.homologs) and args.context.contexts > 1)
 
 
 def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, Any]:
     """What decides the scores: the flags, and the content of model and input. UserError as `load_config`."""
-    if args.context.homologs:
-        check_family(model)
-    encoder_family(model).load_config(model)
+    if is_decoder(model):
+        check_decoder(args)
+        hashes = hashes | {"directions": directions_of(model, args.decoder), "count_ends": args.decoder.count_ends}
+    else:
+        args.decoder.refuse()
+        if args.context.homologs:
+            check_family(model)
+        encoder_family(model).load_config(model)
     made_from = hashes | {"model_hash": model_hash(model)} | {name: getattr(args, name) for name in SETTINGS}
     made_from |= args.proteins.given | args.context.given
     return made_from | ({"measured_column": args.measured_column} if args.measured_column else {})
 
 
+def check_decoder(args: Arguments) -> None:
+    """UserError for flags that are of encoders."""
+    given = {
+        "homologs": args.context.homologs,
+        "max_seq_length": args.max_seq_length != Arguments.max_seq_length,
+        "wild_type_marginal_only": args.wild_type_marginal_only,
+    }
+    for name in (name for name, value in given.items() if value):
+        raise UserError(f"--{name}: is of encoders, and {args.model_name_or_path} is a decoder: drop it")
+
+
 def load(
     args: Arguments, made_from: dict[str, Any], model: str, proteins: dict[str, bytes]
-) -> tuple[Encoder, list[ContextOf | None]]:
+) -> tuple[Encoder | Causal, list[ContextOf | None]]:
     """The model, and of each context what reads it: one that is None without homologs.
 
     proteins: that are scored. UserError if model or input have changed since `made_from`.
     """
-    encoder = Encoder(replace(args, model_name_or_path=model))
-    contexts: list[ContextOf | None] = [None]
+    flags, contexts = replace(args, model_name_or_path=model), [None]
+    if is_decoder(model):
+        encoder: Encoder | Causal = Causal(flags, made_from["directions"], args.decoder.count_ends)
+    else:
+        encoder = Encoder(flags)
     if args.context.homologs:
         contexts = [*Contexts(args.context, encoder, Sources(args.context, proteins).of).readers(proteins)]
     now = input_hashes(args) | {"model_hash": model_hash(model)} | args.context.hashes(proteins)
@@ -311,29 +234,44 @@ def load(
     return encoder, contexts
 
 
-def each_column(
-    args: Arguments, contexts: Sequence[ContextOf | None], compute: Callable[..., np.ndarray]
-) -> dict[str, np.ndarray]:
-    """{column: `compute(masked, done, planned, context_of)`}, means over the contexts; then, of several contexts,
-    {column_error: standard errors of the means}. A bar each."""
-    scores, errors = {}, {}
-    for name, masked in new_columns(args).items():
+def each_column(scores: Scores, contexts: Sequence[ContextOf | None], compute: Compute) -> dict[str, np.ndarray]:
+    """{column: what `compute` gives}, means over the contexts; then, of several contexts, {column_error: standard
+    errors of the means}. A bar each."""
+    found, errors = {}, {}
+    for name, masked in scores.columns.items():
         results = []
         for number, context_of in enumerate(contexts, 1):
             title = f"{name}, context {number} of {len(contexts)}" if len(contexts) > 1 else name
             with slow_bar(None, "tokens", desc=title) as bar:
                 results.append(compute(masked, bar.update, bar.reset, context_of))
-        scores[name], error = mean_over(results)
-        errors |= {} if error is None else {f"{name}{ERROR}": error}
-    return scores | errors
+        for ending in scores.endings:
+            found[f"{name}{ending}"], error = mean_over(result[ending] for result in results)
+            errors |= {} if error is None else {f"{name}{ending}{ERROR}": error}
+    return found | errors
+
+
+def of_variants(model: Encoder | Causal, variants: Variants) -> Compute:
+    """The scores of a table's variants."""
+    if isinstance(model, Causal):
+        return lambda masked, done, planned, _: log_likelihoods(model, variants, done, planned)
+    substitutions = [variant for variant in variants if isinstance(variant, Variant)]
+    if len(substitutions) < len(variants):
+        return lambda *how: pseudo_log_likelihoods(model, variants, *how)
+    return lambda *how: {"": np.array(score(model, substitutions, *how))}
+
+
+def of_single_mutants(model: Encoder | Causal, proteins: Sequence[bytes]) -> Compute:
+    """The matrices of all proteins, one below the other, [residues, 20]."""
+    if isinstance(model, Causal):
+        return lambda masked, done, planned, _: {"": matrices_of(model, proteins, done, planned)}
+    return lambda *how: {"": np.concatenate(single_mutants(model, proteins, *how))}
 
 
 def score_table(args: Arguments) -> None:
-    new, hashes = all_columns(args), input_hashes(args)
-    path = str(args.mutations)
+    path, hashes = str(args.mutations), input_hashes(args)
     names, rows = read_rows(path, f"--mutations {path}")
     texts, proteins = read_texts(str(args.fasta), str(args.model_name_or_path), args.proteins)
-    columns = columns_of(args, names, new, proteins)
+    columns = columns_of(args, names, rows, proteins)
     variants = variants_of(columns, rows, proteins, path, str(args.fasta), texts)
     scored = {variant.protein for variant in variants}
     used = {name: text for name, text in texts.items() if text in scored}
@@ -343,6 +281,8 @@ def score_table(args: Arguments) -> None:
     output, record, *_ = written(Path(str(args.output)))
     with ExitStack() as stack:
         model = exported(str(args.model_name_or_path), stack)
+        scores = scores_of(args, model, variants)
+        check_new(path, names, scores.all_names)
         made_from = identity(args, hashes, model)
         if output.exists() and any(path.samefile(output) for path in model_files(model)):
             raise UserError(f"--output {output}: it would replace a file of the model: choose another name")
@@ -350,17 +290,17 @@ def score_table(args: Arguments) -> None:
         if not args.overwrite and is_finished(output, record, made_from):
             logger.info("%s was made from the same input and arguments: nothing to do", output)
             return
-        encoder, contexts = load(args, made_from, model, used)
-        scores = each_column(args, contexts, lambda *how: np.array(score(encoder, variants, *how)))
+        loaded, contexts = load(args, made_from, model, used)
+        values = each_column(scores, contexts, of_variants(loaded, variants))
         about: dict[str, Any] = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
         if measured_column:
             ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
-            found = correlate({name: scores[name] for name in new_columns(args)}, measured, ids, variants)
+            found = correlate({name: values[name] for name in scores.names}, measured, ids, variants)
             log_correlations(measured_column, found)
             of_proteins = {"intervals_over": "variants", "proteins": found}
             about["correlations"] = {"measured_column": measured_column} | of_proteins
-        with_scores = [row | {name: f"{scores[name][n]:.6f}" for name in new} for n, row in enumerate(rows)]
-        write(output, record, [*names, *new], with_scores, about)
+        with_scores = [row | {name: f"{values[name][n]:.6f}" for name in values} for n, row in enumerate(rows)]
+        write(output, record, [*names, *values], with_scores, about)
     logger.info("Written: %s (%s variants)", output, f"{len(rows):,}")
 
 
@@ -377,10 +317,8 @@ def score_all(args: Arguments) -> None:
         claim = claimed(directory, inputs, made_from, args.overwrite, earlier, "--output")
         if (output := stack.enter_context(claim)) is None:
             return
-        encoder, contexts = load(args, made_from, model, proteins)
-        scores = each_column(
-            args, contexts, lambda *how: np.concatenate(single_mutants(encoder, texts.values(), *how))
-        )
+        loaded, contexts = load(args, made_from, model, proteins)
+        scores = each_column(scores_of(args, model), contexts, of_single_mutants(loaded, list(texts.values())))
         ends = np.cumsum([len(residues) for residues in proteins.values()])[:-1]
         matrices = {name: np.split(values, ends) for name, values in scores.items()}
         about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}

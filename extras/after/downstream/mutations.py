@@ -27,7 +27,7 @@ from extras.after.inference.mutation_tables import (
     Columns,
     measured_of,
     read_rows,
-    variants_of,
+    substitutions_of,
     wild_type_of,
 )
 from extras.prepare.sources.proteins import read_residues
@@ -69,7 +69,7 @@ def read_table(path: Path) -> Table:
         raise UserError(f"{where}: {fasta} has {len(proteins)} proteins: add a column {PROTEIN!r} that names them")
     protein = PROTEIN if has_fasta and PROTEIN in names else None
     columns = Columns(MUTANT if MUTANT in names else SEQUENCE, MUTANT not in names, protein)
-    variants = variants_of(columns, rows, proteins, path, str(fasta))
+    variants = substitutions_of(columns, rows, proteins, path, str(fasta))
     measured = measured_of(MEASURED, rows, path)
     scored = [n for n, value in enumerate(measured) if not math.isnan(value)]
     if len(scored) > MOST:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -9,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from common.models.esm2.alphabet import TOKENS
+from extras.after.inference.indels import Variants
 from extras.after.inference.mutation_scores import Variant
 from extras.prepare.sample import BACKGROUND, RESIDUES, blosum62
 
+logger = logging.getLogger(__name__)
 RESAMPLES = 1000
 LEAST = 3  # variants that a correlation needs
 BLOSUM62 = blosum62()
@@ -94,11 +97,15 @@ def _letter(token: int) -> str:
 
 
 def correlations(
-    scores: dict[str, Sequence[float]], measured: Sequence[float], variants: Sequence[Variant]
+    scores: dict[str, Sequence[float]], measured: Sequence[float], variants: Variants
 ) -> dict[str, Correlation]:
     """Spearman's correlation with `measured` of each column of scores and each baseline, if it is defined."""
-    with_baselines = scores | {name: [baseline(variant, of) for variant in variants] for name, of in BASELINES.items()}
-    by_name = {name: correlation(values, measured) for name, values in with_baselines.items()}
+    substitutions = [variant for variant in variants if isinstance(variant, Variant)]
+    if len(substitutions) == len(variants):
+        baselines = {name: [baseline(variant, of) for variant in substitutions] for name, of in BASELINES.items()}
+    else:  # no table of substitutions says what an insertion costs
+        baselines = {"length_change": [-abs(len(each.sequence) - len(each.protein)) for each in variants]}
+    by_name = {name: correlation(values, measured) for name, values in (scores | baselines).items()}
     return {name: each for name, each in by_name.items() if each is not None}
 
 
@@ -107,3 +114,41 @@ def as_table(found: dict[str, Correlation]) -> Iterable[str]:
     return (
         f"  {name:{width}}  {each.spearman:6.3f}  ({each.low:.3f} to {each.high:.3f})" for name, each in found.items()
     )
+
+
+def correlate(
+    scores: dict[str, np.ndarray],
+    measured: list[float],
+    proteins: Sequence[str],
+    variants: Variants,
+) -> dict[str, dict]:
+    """{protein: {variants, and of each score: spearman, low, high}} over its rows that have a measurement."""
+    found: dict[str, dict] = {}
+    for protein in dict.fromkeys(proteins):
+        rows = [n for n, name in enumerate(proteins) if name == protein and not math.isnan(measured[n])]
+        of_rows = {name: values[rows].tolist() for name, values in scores.items()}
+        made = correlations(of_rows, [measured[n] for n in rows], [variants[n] for n in rows])
+        found[protein] = {"variants": len(rows)} | {name: each._asdict() for name, each in made.items()}
+    return found
+
+
+def log_correlations(column: str, found: dict[str, dict]) -> None:
+    """A table of one protein, or the means of several."""
+    total = sum(each["variants"] for each in found.values())
+    names = list(dict.fromkeys(name for each in found.values() for name in each if name != "variants"))
+    if not names:
+        logger.warning("%s: too few different values to correlate with", column)
+    elif len(found) == 1:
+        (of_one,) = found.values()
+        table = as_table({name: Correlation(**of_one[name]) for name in names})
+        title = f"Spearman correlation with {column}, {total:,} variants (95 % bootstrap interval over the variants):"
+        logger.info("%s", "\n".join([title, *table]))
+    else:
+        title = f"Spearman correlation with {column}, {total:,} variants, mean ± standard error over proteins:"
+        rows = [mean_row(name, [each[name]["spearman"] for each in found.values() if name in each]) for name in names]
+        logger.info("%s", "\n".join([title, *rows]))
+
+
+def mean_row(name: str, values: list[float]) -> str:
+    error = f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
+    return f"  {name}  {np.mean(values):.3f}{error}  ({len(values)} proteins)"

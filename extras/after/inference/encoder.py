@@ -22,6 +22,7 @@ from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family, family_of
 from common.models.layers.residual import total
+from extras.after.inference.packed import loaded, packs
 from extras.prepare.sources.fasta import read_fasta_lines
 from extras.prepare.sources.proteins import ProteinFlags
 from extras.prepare.sources.records import characters, columns, hash_bytes
@@ -134,6 +135,10 @@ class EncoderFlags(Flags):
         self.require_at_least(8, "max_seq_length")
         self.require_at_least(1, "tokens_per_pack")
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu")
+
 
 def alphabet_of(name: str) -> Alphabet:
     """Of a model; ESM-2's of one that cannot be read, as `Encoder` will say."""
@@ -155,8 +160,7 @@ class Encoder:
 
     def __init__(self, flags: EncoderFlags, device: torch.device | None = None, stock: Any = None):
         self.flags = flags
-        on_gpu = torch.cuda.is_available() and not flags.use_cpu
-        self.device = device or torch.device("cuda" if on_gpu else "cpu")
+        self.device = device or flags.device
         if stock is None:
             family = encoder_family(flags.model_name_or_path)
             config = family.load_config(flags.model_name_or_path)
@@ -167,28 +171,10 @@ class Encoder:
         if not isinstance(tokens := family.tokens_of(config), Alphabet):
             raise UserError(f"{flags.model_name_or_path}: its family has no letters to encode proteins with")
         self.alphabet: Alphabet = tokens
-        with torch.device("meta"):
-            self.model: Any = family.make(config)
-        self.model.to_empty(device=self.device).eval()
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in pieces:
-                parameters[name].copy_(tensor)
+        self.model: Any = loaded(family, config, pieces, self.device)
         if stock is None:
             size = (config.num_hidden_layers, config.hidden_size)
             logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
-
-    def packs(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Indices of the sequences of each forward pass; longest first, so that the first needs the most memory."""
-        pack, tokens = [], 0
-        for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-            if pack and tokens + lengths[number] > self.flags.tokens_per_pack:
-                yield pack
-                pack, tokens = [], 0
-            pack.append(number)
-            tokens += lengths[number]
-        if pack:
-            yield pack
 
     @torch.inference_mode()
     def read(self, homologs: Sequence[bytes]) -> Any:
@@ -256,7 +242,7 @@ class Encoder:
         context: Any = None,
     ) -> list[Tensor]:
         results: list[Tensor | None] = [None] * len(sequences)
-        for pack in self.packs([len(sequence) for sequence in sequences]):
+        for pack in packs([len(sequence) for sequence in sequences], self.flags.tokens_per_pack):
             lengths = [len(sequences[number]) for number in pack]
             ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
             starts = [0, *np.cumsum(lengths)[:-1].tolist()]

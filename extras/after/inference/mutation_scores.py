@@ -49,6 +49,14 @@ class Variant(NamedTuple):
     protein: bytes  # the wild type's residues, or its text in the model's alphabet
     mutations: tuple[Mutation, ...]
 
+    @property
+    def sequence(self) -> bytes:
+        """The mutant's residues."""
+        letters = bytearray(self.protein)
+        for mutation in self.mutations:
+            letters[mutation.position] = ord(TOKENS[mutation.mutant])
+        return bytes(letters)
+
 
 class Pass(NamedTuple):
     """A forward pass: a window of a protein, with one position masked, or none."""
@@ -70,9 +78,8 @@ def parse_variant(text: str, protein: bytes, where: str, first_residue: int = 1)
     first_residue: the number of the protein's first residue. UserError, which begins with `where`, for anything but
     substitutions in this protein.
     """
-    words = [] if _is_wild_type(text) else SEPARATORS.split(_without_hgvs(text.strip()))
     mutations = sorted(
-        (_parse_mutation(word, protein, where, first_residue) for word in words), key=lambda m: m.position
+        (parse_mutation(word, protein, where, first_residue) for word in words_of(text)), key=lambda m: m.position
     )
     for one, other in zip(mutations, mutations[1:], strict=False):
         if one.position == other.position:
@@ -82,8 +89,10 @@ def parse_variant(text: str, protein: bytes, where: str, first_residue: int = 1)
     return Variant(protein, tuple(mutations))
 
 
-def _is_wild_type(text: str) -> bool:
-    return text.strip().upper() in ("", "WT", "P.=", "P.(=)")
+def words_of(text: str) -> list[str]:
+    """The single mutations of a variant; none of the wild type."""
+    is_wild_type = text.strip().upper() in ("", "WT", "P.=", "P.(=)")
+    return [] if is_wild_type else SEPARATORS.split(_without_hgvs(text.strip()))
 
 
 def _without_hgvs(text: str) -> str:
@@ -100,22 +109,30 @@ def _without_hgvs(text: str) -> str:
 def parts_of(word: str, where: str) -> tuple[str, int, str]:
     """(wild type's letter, number, mutant's letter) of `A24G` or `Ala24Gly`. UserError for anything else."""
     match = SUBSTITUTION.fullmatch(word)
-    letters = [] if match is None else [each if len(each) == 1 else _letter(each) for each in (match[1], match[3])]
+    letters = [] if match is None else [letter_of(each) for each in (match[1], match[3])]
     if match is None or not all(letters):
         raise UserError(
-            f"{where}: {quoted(word)} is not a mutation: expected, for example, A24G or p.Ala24Gly (stops, "
-            "frameshifts, insertions and deletions have no score)"
+            f"{where}: {quoted(word)} is not a mutation: expected, for example, A24G or p.Ala24Gly (stops and "
+            "frameshifts have no score; insertions and deletions, as A24_K27del, have one of score.py)"
         )
     wild, mutant = letters
     return wild, int(match[2]), wild if mutant == "=" else mutant
 
 
-def _letter(name: str) -> str:
-    return THREE_LETTERS.get(name.title(), "")
+def letter_of(name: str) -> str:
+    """The letter of `A` or `Ala`; "" for none."""
+    return name if len(name) == 1 else THREE_LETTERS.get(name.title(), "")
 
 
-def _parse_mutation(word: str, protein: bytes, where: str, first_residue: int) -> Mutation:
+def parse_mutation(word: str, protein: bytes, where: str, first_residue: int) -> Mutation:
+    """A substitution. UserError as `parse_variant`."""
     wild_letter, number, mutant_letter = parts_of(word, where)
+    position = position_of(word, wild_letter, number, protein, where, first_residue)
+    return _mutation(wild_letter, position, mutant_letter, f"{where}: {word}")
+
+
+def position_of(word: str, wild_letter: str, number: int, protein: bytes, where: str, first_residue: int) -> int:
+    """The position from 0 of the residue that `word` gives a number. UserError unless it is that letter there."""
     position = number - first_residue
     if not 0 <= position < len(protein):
         last = first_residue + len(protein) - 1
@@ -127,7 +144,7 @@ def _parse_mutation(word: str, protein: bytes, where: str, first_residue: int) -
             f"{where}: {word}: residue {number} of the protein is {residue}, not {wild_letter}: is it this protein, "
             f"and does it begin with residue {first_residue}?"
         )
-    return _mutation(wild_letter, position, mutant_letter, f"{where}: {word}")
+    return position
 
 
 def _mutation(wild_letter: str, position: int, mutant_letter: str, where: str) -> Mutation:
@@ -146,8 +163,8 @@ def compare(mutated: str, protein: bytes, where: str) -> Variant:
     text, wild_type = mutated.strip().upper(), protein.decode("latin-1").upper()
     if len(text) != len(wild_type):
         raise UserError(
-            f"{where}: the mutated sequence has {len(text)} residues, the protein {len(wild_type)}: only "
-            "substitutions have a score, no insertions and deletions"
+            f"{where}: the mutated sequence has {len(text)} residues, the protein {len(wild_type)}: insertions and "
+            "deletions have a score of score.py only"
         )
     if not text.isascii():
         raise UserError(f"{where}: {quoted(mutated)}: not a protein")
@@ -158,7 +175,7 @@ def compare(mutated: str, protein: bytes, where: str) -> Variant:
 def undo(text: str, mutated: str, where: str, first_residue: int = 1) -> bytes:
     """The wild type whose mutations `text` gave the sequence `mutated`. UserError if it does not have them."""
     letters = list(mutated.strip().upper())
-    for word in [] if _is_wild_type(text) else SEPARATORS.split(_without_hgvs(text.strip())):
+    for word in words_of(text):
         wild, number, mutant = parts_of(word, where)
         if not 0 <= number - first_residue < len(letters) or letters[number - first_residue] != mutant.upper():
             raise UserError(f"{where}: {quoted(text)}: the mutated sequence has no {mutant} at {number}")
@@ -168,7 +185,7 @@ def undo(text: str, mutated: str, where: str, first_residue: int = 1) -> bytes:
 
 def check_letters(variants: Sequence[Variant], alphabet: Alphabet) -> None:
     """UserError for a mutation of, or to, a residue that the model's alphabet lacks."""
-    lacks = np.isnan(in_esm2_ids(np.zeros((1, alphabet.vocab_size)), alphabet))[0]
+    lacks = lacking(alphabet)
     for mutation in (mutation for variant in variants for mutation in variant.mutations):
         for token in (mutation.wild, mutation.mutant):
             if lacks[token]:
@@ -215,6 +232,11 @@ def log_probabilities(
             rows = in_esm2_ids(torch.log_softmax(logits.double(), -1).numpy(), alphabet)
             log_probs |= {(key.protein, position): row for position, row in zip(passes[key], rows, strict=True)}
     return log_probs
+
+
+def lacking(alphabet: Alphabet) -> np.ndarray:
+    """bool [33]: the tokens of ESM-2 that an alphabet has no letter for."""
+    return np.isnan(in_esm2_ids(np.zeros((1, alphabet.vocab_size)), alphabet))[0]
 
 
 def in_esm2_ids(log_p: np.ndarray, alphabet: Alphabet) -> np.ndarray:

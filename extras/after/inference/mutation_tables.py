@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 from common.cli import UserError, one_line
 from extras.after.inference.encoder import alphabet_of
+from extras.after.inference.indels import Mutated, edited, has_indel, of_sequence
 from extras.after.inference.mutation_scores import Variant, amino_acids_of, compare, parse_variant, quoted, undo
 from extras.prepare.sources.compression import HEAD_BYTES, detect_non_text, open_decompressed, strip_compression
 from extras.prepare.sources.proteins import ProteinFlags, read_residues
@@ -18,6 +19,7 @@ from extras.prepare.sources.proteins import ProteinFlags, read_residues
 MUTANT, PROTEIN = "mutant", "protein"
 # ProteinGym's, besides `mutant`.
 SEQUENCE, MEASURED = "mutated_sequence", "DMS_score"
+SEQUENCES = (SEQUENCE, "sequence")  # columns of whole mutated sequences
 # R's and pandas's words for a missing value, in lower case.
 MISSING = ("", "na", "n/a", "nan", "-nan", "none", "null", "<na>", "#n/a", "#na", "#n/a n/a")
 LONGEST_LINE = 1 << 20  # characters
@@ -32,13 +34,14 @@ class Columns(NamedTuple):
     """The columns of a table.
 
     mutant: of its mutations, or of the mutated sequences (is_sequence); protein: of the proteins' ids, if any;
-    first_residue: the number of the proteins' first residue.
+    first_residue: the number of the proteins' first residue; beside: of mutated sequences beside the mutations.
     """
 
     mutant: str
     is_sequence: bool
     protein: str | None
     first_residue: int = 1
+    beside: str | None = None
 
 
 def read_lines(file: TextIO, where: str) -> Iterator[str]:
@@ -111,6 +114,37 @@ def read_texts(fasta: str, model: str, flags: ProteinFlags) -> tuple[dict[str, b
     return texts, {name: amino_acids_of(text, alphabet) for name, text in texts.items()}
 
 
+def columns_of(args: Any, names: list[str], rows: Sequence[dict[str, str]], proteins: dict[str, bytes]) -> Columns:
+    """The columns of a table. args: score.py's flags. UserError unless the CSV has those that it needs."""
+    where, there = f"--mutations {args.mutations}", ", ".join(map(quoted, names))
+    mutant = args.mutation_column
+    if mutant == MUTANT and mutant not in names:
+        mutant = next((name for name in SEQUENCES if name in names), mutant)
+    if mutant not in names:
+        raise UserError(f"{where}: no column {mutant!r}, only {there}: give --mutation_column")
+    if args.measured_column and args.measured_column not in names:
+        raise UserError(f"{where}: no column {args.measured_column!r}, only {there}: correct --measured_column")
+    if args.protein_column not in names and (len(proteins) > 1 or args.protein_column != PROTEIN):
+        raise UserError(
+            f"--fasta {args.fasta} has {len(proteins)} proteins and {args.mutations} no column "
+            f"{args.protein_column!r} to tell them apart: add it, or give a --fasta of one"
+        )
+    protein = args.protein_column if args.protein_column in names else None
+    beside = SEQUENCE if SEQUENCE in names and mutant != SEQUENCE else None
+    # ProteinGym's tables of insertions and deletions may repeat the sequence as `mutant`.
+    repeats = beside is not None and all(row[mutant] == row[beside] for row in rows)
+    return Columns(mutant, mutant in SEQUENCES or repeats, protein, args.first_residue, beside)
+
+
+def check_new(path: str, names: list[str], new: list[str]) -> None:
+    """UserError for a new column that the CSV has already."""
+    for name in new:
+        if name in names:
+            raise UserError(
+                f"--mutations {path}: it has a column {name!r} already: rename it, or give another --column_prefix"
+            )
+
+
 def variants_of(
     columns: Columns,
     rows: Sequence[dict[str, str]],
@@ -118,27 +152,57 @@ def variants_of(
     path: str | Path,
     fasta: str,
     texts: dict[str, bytes] | None = None,
-) -> list[Variant]:
-    """The variant of each row. texts: of the proteins, in the model's alphabet, where that has others.
+) -> list[Variant | Mutated]:
+    """The variant of each row. texts: of the proteins, in the model's alphabet; default: residues.
 
     UserError names the first row with an unknown protein or an invalid mutation."""
+    variants: list[Variant | Mutated] = []
+    for line, row in enumerate(rows, 2):
+        where = f"{path}, row {line}"
+        name, cell = name_of(columns, row, proteins, where, fasta), row[columns.mutant]
+        protein = proteins[name]
+        if columns.is_sequence:
+            variants.append(of_sequence(cell, protein, where))
+        elif has_indel(cell):
+            variants.append(variant := edited(cell, protein, where, columns.first_residue))
+            if columns.beside and row[columns.beside].strip().upper().encode() != variant.sequence:
+                raise UserError(
+                    f"{where}: {quoted(cell)} does not make its {columns.beside}: correct it, or drop a column"
+                )
+        else:
+            variants.append(parse_variant(cell, protein, where, columns.first_residue))
+        if texts is not None and texts[name] != protein:
+            if isinstance(variants[-1], Mutated):
+                raise UserError(f"{where}: {quoted(cell)}: only substitutions have scores in this model's alphabet")
+            variants[-1] = variants[-1]._replace(protein=texts[name])
+    return variants
+
+
+def substitutions_of(
+    columns: Columns, rows: Sequence[dict[str, str]], proteins: dict[str, bytes], path: str | Path, fasta: str
+) -> list[Variant]:
+    """As `variants_of`, and UserError for insertions and deletions too."""
     variants = []
     for line, row in enumerate(rows, 2):
         where = f"{path}, row {line}"
-        name = row[columns.protein] if columns.protein else next(iter(proteins))
-        if name not in proteins:
-            raise UserError(
-                f"{where}: the {columns.protein} {quoted(name)} is not in {fasta}: correct it, or rename the column "
-                "if it is about something else"
-            )
-        cell = row[columns.mutant]
-        variant = (
-            compare(cell, proteins[name], where)
+        protein, cell = proteins[name_of(columns, row, proteins, where, fasta)], row[columns.mutant]
+        variants.append(
+            compare(cell, protein, where)
             if columns.is_sequence
-            else parse_variant(cell, proteins[name], where, columns.first_residue)
+            else parse_variant(cell, protein, where, columns.first_residue)
         )
-        variants.append(variant if texts is None else variant._replace(protein=texts[name]))
     return variants
+
+
+def name_of(columns: Columns, row: dict[str, str], proteins: dict[str, bytes], where: str, fasta: str) -> str:
+    """The id of a row's wild type. UserError for an id that the FASTA file does not have."""
+    name = row[columns.protein] if columns.protein else next(iter(proteins))
+    if name not in proteins:
+        raise UserError(
+            f"{where}: the {columns.protein} {quoted(name)} is not in {fasta}: correct it, or rename the column "
+            "if it is about something else"
+        )
+    return name
 
 
 def wild_type_of(rows: Sequence[dict[str, str]], path: Path) -> bytes:

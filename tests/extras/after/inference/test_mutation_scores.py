@@ -49,7 +49,7 @@ def test_parse_variant_reads_hgvs(text, expected):
 )
 def test_parse_variant_refuses_all_but_substitutions(text):
     with pytest.raises(
-        UserError, match=r"^row 7: .* is not a mutation: expected, .* p\.Ala24Gly \(stops, frameshifts"
+        UserError, match=r"^row 7: .* is not a mutation: expected, .* p\.Ala24Gly \(stops and frameshifts"
     ):
         parse_variant(text, PROTEIN, "row 7")
 

@@ -152,7 +152,7 @@ def test_score_reads_proteingyms_tables(job, model, tmp_path, caplog):
     for table, flags, said in (
         (GYM.replace("0.9", "high"), [], "row 6: DMS_score 'high' is not a number"),
         (GYM, ["--measured_column", "activity"], "no column 'activity', only 'mutant', 'mutated_sequence'"),
-        (without.replace("MKVLGG", "MKVLG"), [], "row 3: the mutated sequence has 5 residues, the protein 6"),
+        (without.replace("MKVLGG", "MKV*G"), [], r"row 3: .MKV\*G.: \* is not an amino acid: correct or remove"),
     ):
         with pytest.raises(UserError, match=said):
             job(table, *flags, output=tmp_path / "none.csv")

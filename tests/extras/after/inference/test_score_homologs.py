@@ -95,7 +95,7 @@ def drawn(path: Path, query: str, seed: int = 0) -> list[list[str]]:
     """The contexts of 4, from the rules: budgets and similarities take turns."""
     homologs = read_homologs(path, query.encode())
     tokens = np.array([len(text) + 4 for text in homologs.residues])
-    settings = ContextFlags(contexts=4, context_tokens=[*BUDGETS], max_similarity=[*SIMILARITIES]).settings
+    settings = ContextFlags(contexts=4, context_tokens=[*BUDGETS], max_similarity=[*SIMILARITIES]).settings()
     numbers = [draw(homologs, tokens, each, (seed, n), 5) for n, each in enumerate(settings)]
     return [[homologs.residues[n].decode() for n in each] for each in numbers]
 

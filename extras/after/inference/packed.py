@@ -1,0 +1,36 @@
+"""What models for inference share: their weights in memory, and sequences in packs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from common.models.family import Family
+from common.models.layers.state_dict_adapter import Pieces
+
+
+def packs(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Indices of the sequences of each forward pass of `most` tokens; longest first: the first needs most memory."""
+    pack, tokens = [], 0
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        if pack and tokens + lengths[number] > most:
+            yield pack
+            pack, tokens = [], 0
+        pack.append(number)
+        tokens += lengths[number]
+    if pack:
+        yield pack
+
+
+def loaded(family: Family, config: Any, pieces: Pieces, device: torch.device) -> Any:
+    """The model with these parameters, for inference."""
+    with torch.device("meta"):
+        model = family.make(config)
+    model.to_empty(device=device).eval()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in pieces:
+            parameters[name].copy_(tensor)
+    return model
