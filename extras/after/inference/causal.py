@@ -21,7 +21,7 @@ from extras.after.inference.encoder import EncoderFlags, Progress, in_parts
 from extras.after.inference.likelihoods import Variants, differences, positions_of, sequences_of
 from extras.after.inference.mutation_scores import RESIDUES, Mutation, Variant
 from extras.after.inference.packed import loaded, packs
-from extras.families.decoders.config import TRAINED_CONTEXT
+from extras.families.decoders.config import DIRECTIONS, TRAINED_CONTEXT
 from extras.families.decoders.residues import RESIDUE_TOKENS, encode_direction, reads_residues
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def directions_of(name: str, flags: CausalFlags) -> str:
     directory = resolve_directory(name)
     if not reads_residues(directory):
         raise UserError(f"{name}: a decoder whose tokenizer is not of residues (--tokenizer residues): has no scores")
-    return flags.directions or read_config(directory / "config.json").get("directions", "forward")
+    both = read_config(directory / "config.json").get(DIRECTIONS) == "both"
+    return flags.directions or ("both" if both else "forward")
 
 
 class Causal:

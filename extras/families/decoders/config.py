@@ -23,6 +23,7 @@ from common.models.layers.hf_directory import read_config
 # model_type: transformers' class of the model
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
 TRAINED_CONTEXT = "trained_context"  # in an exported config.json: tokens of the longest context of its training
+DIRECTIONS = "directions"  # there, of a protein decoder: `both` if it has learned to read backwards too
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
