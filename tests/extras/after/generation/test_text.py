@@ -1,4 +1,4 @@
-"""generate.py: what it prints is what transformers' logits say, and what it refuses."""
+"""generate.py with text: what it prints is what transformers' logits say, and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import generate as script
 from common.cli import UserError
 from common.models.esm2.config import esm2_config
+from extras.after.generation.text import printable
 from extras.families.decoders.config import TRAINED_CONTEXT
 from extras.families.text.tokenizers import ByteTokenizer
 from tests.data_fixtures import call
@@ -59,7 +60,7 @@ def greedy(directory: Path, prompt: str, count: int) -> str:
 
 def test_generate_without_temperature_takes_the_largest_logit(said, model):
     for prompt in ("Once", ""):
-        expected = script.printable(prompt + greedy(model, prompt, 12))
+        expected = printable(prompt + greedy(model, prompt, 12))
         assert said("--prompt", prompt, "--temperature", 0, "--max_new_tokens", 12) == expected + "\n"
 
 
@@ -118,13 +119,12 @@ def test_generate_keeps_a_conversation(said, model, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\ncd\n"))
     first = greedy(model, "u:ab;a:", 4)
     second = greedy(model, f"u:ab;a:{first};u:cd;a:", 4)
-    assert said(*flags, model=directory) == "".join(script.printable(answer) + "\n" for answer in (first, second))
+    assert said(*flags, model=directory) == "".join(printable(answer) + "\n" for answer in (first, second))
 
 
 def test_printable_keeps_a_terminal_from_being_controlled():
     assert (
-        script.printable("a\x1b[2Jé\n\tb\x00\x9b")
-        == "a\N{REPLACEMENT CHARACTER}[2Jé\n\tb" + 2 * "\N{REPLACEMENT CHARACTER}"
+        printable("a\x1b[2Jé\n\tb\x00\x9b") == "a\N{REPLACEMENT CHARACTER}[2Jé\n\tb" + 2 * "\N{REPLACEMENT CHARACTER}"
     )
 
 
@@ -135,8 +135,9 @@ def test_generate_refuses_what_it_cannot_do(model, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     for message, named, *flags in (
         ("no such directory", tmp_path / "nowhere", "--prompt", "x"),
-        (r"no decoder \(model_type is 'esm'", encoder, "--prompt", "x"),
-        ("no decoder", tmp_path, "--prompt", "x"),
+        ("--prompt: .* is an encoder, which takes --length", encoder, "--prompt", "x"),
+        ("neither an encoder nor a decoder", tmp_path, "--prompt", "x"),
+        ("--length: .* is a decoder of text: drop it", model, "--length", 9),
         ("cannot be opened", damaged, "--prompt", "x"),
         ("has 60 tokens, and the model reads 48", model, "--prompt", "x" * 60),
         ("give one of them", model, "--prompt", "x", "--prompt_file", "y"),

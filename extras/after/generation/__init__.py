@@ -1,0 +1,1 @@
+"""What generate.py does: text and proteins from decoders, proteins from encoders."""
