@@ -1,0 +1,38 @@
+"""How near generated proteins are to those that a model was trained on, by MMseqs2."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.cli import log_every
+from extras.prepare.cluster_splits import COVERAGE, PROGRAM, run_mmseqs
+
+
+def nearest_identities(
+    proteins: Sequence[str], training: Iterable[str], scratch: Path, threads: int = 1
+) -> np.ndarray | None:
+    """float64 [proteins]: of each the largest identity to a training protein, 0 to 1, over COVERAGE of both; 0 where
+    the search finds none. None if MMseqs2 is not installed.
+
+    scratch: an existing directory, for sequences and index. UserError if MMseqs2 fails.
+    """
+    if shutil.which(PROGRAM) is None:
+        return None
+    paths = scratch / "generated.fasta", scratch / "training.fasta"
+    for path, texts in zip(paths, (proteins, training), strict=True):
+        with open(path, "w") as file:
+            file.writelines(f">{number}\n{text}\n" for number, text in enumerate(texts))
+    hits = scratch / "nearest.tsv"
+    command = [PROGRAM, "easy-search", *paths, hits, scratch / "work", "-c", COVERAGE, "--cov-mode", 0]
+    command += ["--alignment-mode", 3, "--format-output", "query,fident", "--threads", threads]
+    with log_every("Searching for the nearest training proteins"):
+        run_mmseqs(command, scratch / "log", "nearest training proteins")
+    nearest = np.zeros(len(proteins))
+    for line in hits.read_text().splitlines():
+        query, identity = line.split("\t")
+        nearest[int(query)] = max(nearest[int(query)], float(identity))
+    return nearest
