@@ -67,6 +67,11 @@ class TokenSet:
         return 1
 
     @property
+    def chains(self) -> str:
+        """What a model sees between the chains of a record: "separator", "linker", or "" if it has none."""
+        return ""
+
+    @property
     def stored(self) -> "TokenSet":
         """The alphabet of the prepared data on disk."""
         return self

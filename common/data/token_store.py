@@ -223,6 +223,7 @@ def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
 
 
 STEP = "1.tokenize_uniref_csv.py"  # the script that writes splits
+CHAINS = "_chains"  # in state.json: whether records may have several chains
 EXTENDS = "_extends"  # in state.json: fingerprints of the splits whose records this one begins with (prepare.extend)
 
 
@@ -249,6 +250,7 @@ class TokenStore:
                 raise UserError(f"{self.path}: the number of records to use must be at least 1, not {max_records}")
             self._num_records = min(self._num_records, max_records)
         self.fingerprint = f"{state.get('_fingerprint')}-{self._num_records}"
+        self.has_chains = bool(state.get(CHAINS))
         self.extends = tuple(state.get(EXTENDS, ())) if max_records is None else ()
 
         is_padded = lists.width > 0 or lists.dtype != tokens.stored.dtype or lists.has_masks

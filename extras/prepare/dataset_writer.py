@@ -172,6 +172,12 @@ def write_dataset_files(directory: Path, features: dict, shards: int, rows: int)
     write_json_flushed(directory / "dataset_info.json", info, sort_keys=True)
 
 
+def add_to_state(directory: Path, added: dict) -> None:
+    """Keys of our own in a finished split's state.json, which `datasets` ignores."""
+    path = directory / "state.json"
+    write_json_flushed(path, json.loads(path.read_text()) | added, sort_keys=True)
+
+
 def write_dataset_dict(directory: Path, splits: list[str]) -> None:
     """Make `load_from_disk(directory)` give a DatasetDict of the splits below it."""
     write_json_flushed(directory / "dataset_dict.json", {"splits": splits}, sort_keys=True)

@@ -23,7 +23,7 @@ from common.cli import UserError
 from common.data.alphabet import Alphabet
 from common.data.counter_rng import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
 from common.files.safe_files import sync
-from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, ESM2_TOKENS, TOKENS
+from common.models.esm2.alphabet import BYTE_TO_ID, CHAIN_END, CLS, EOS, ESM2_TOKENS, TOKENS
 from extras.prepare.dataset_writer import Piece, PieceWriters, arrow_schema, features_of, kept_rows, read_pieces
 from extras.prepare.output_directory import Build
 from extras.prepare.sources.records import characters, hash_names
@@ -67,7 +67,7 @@ def _hash(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 # Bytes for <cls> and <eos> around a text, which is ASCII.
 BEGIN, END = b"\x80", b"\x81"
 FRAMED_TO_ID = BYTE_TO_ID.copy()
-FRAMED_TO_ID[[BEGIN[0], END[0]]] = CLS, EOS
+FRAMED_TO_ID[[BEGIN[0], END[0], ord(":")]] = CLS, EOS, CHAIN_END  # of `:` only where chains are kept
 FRAMED_TO_ID = FRAMED_TO_ID.tobytes()
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -28,7 +28,7 @@ from numpy.lib.format import open_memmap
 
 from common.cli import UserError, log_every, run
 from common.data.clusters import DIRECTORY, Clusters
-from common.data.token_store import EXTENDS, recorded_alphabet
+from common.data.token_store import CHAINS, EXTENDS, recorded_alphabet
 from common.files.content_hash import content_hash
 from common.files.safe_files import sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag, parse_arguments
@@ -38,6 +38,7 @@ from extras.prepare.cluster_splits import MAX_MISSING, read_names, read_table, w
 from extras.prepare.dataset_writer import (
     TOKEN_FEATURES,
     ShardWriter,
+    add_to_state,
     arrow_schema,
     shard_name,
     write_dataset_dict,
@@ -51,7 +52,13 @@ from extras.prepare.splits import SPLITS, Buckets, join, write_indices
 
 logger = logging.getLogger(__name__)
 USAGE = "python -m extras.prepare.extend OLD NEW --output_dir OUT"
-ALIKE = ("line_by_line", "max_seq_length", "pad_to_max_length", "gaps")  # of OLD and NEW: how records are encoded
+ALIKE = (
+    "line_by_line",
+    "max_seq_length",
+    "pad_to_max_length",
+    "gaps",
+    "chains",
+)  # of OLD and NEW: how records are encoded
 # What becomes of a record of NEW.
 ADDED, KNOWN, COPY, RELATIVE = range(4)
 
@@ -221,9 +228,10 @@ def write_train(old: Prepared, new: Prepared, fates: np.ndarray, build: Build) -
         file.rename(directory / shard_name(number, shards))
     records = old.results["train"] + lengths.total()
     write_dataset_files(directory, TOKEN_FEATURES, shards, records)
-    state, of_old = json.loads((directory / "state.json").read_text()), state_of(old.arrow, "train")
-    state[EXTENDS] = [*of_old.get(EXTENDS, ()), f"{of_old['_fingerprint']}-{old.results['train']}"]
-    write_json_flushed(directory / "state.json", state, sort_keys=True)
+    of_old = state_of(old.arrow, "train")
+    extended = [*of_old.get(EXTENDS, ()), f"{of_old['_fingerprint']}-{old.results['train']}"]
+    kept = {CHAINS: True} if of_old.get(CHAINS) else {}
+    add_to_state(directory, {EXTENDS: extended} | kept)
     return lengths
 
 

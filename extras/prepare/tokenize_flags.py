@@ -92,6 +92,8 @@ class TokenizeFlags(ShardFlags, RecordFlags):
         if self.max_seq_length is not None and self.max_seq_length < 3:
             raise UserError(f"--max_seq_length {self.max_seq_length}: at least 3 (<cls>, a residue, <eos>)")
         self.require_at_least(1, "preprocessing_num_workers")
+        if self.keeps_chains and not self.line_by_line:
+            raise UserError("--chains keep needs --line_by_line True: a chunk has the chains of several records")
         clusters = "--cluster_table" if self.cluster_table else "--cluster"
         if self.clustered and not self.line_by_line:
             raise UserError(f"{clusters} needs --line_by_line True: a chunk belongs to no cluster")

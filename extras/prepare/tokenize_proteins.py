@@ -17,13 +17,14 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from common.data.alphabet import Alphabet
-from common.data.token_store import ALPHABET
+from common.data.token_store import ALPHABET, CHAINS
 from common.files.safe_files import write_json_flushed
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.prepare.cluster_splits import by_table, cluster_records, publish_indices, split_by_clusters
 from extras.prepare.dataset_writer import (
     DatasetWriter,
     Piece,
+    add_to_state,
     assemble,
     features_of,
     read_pieces,
@@ -271,6 +272,8 @@ def finish(
     if args.alphabet:
         write_json_flushed(build.paths["arrow"] / ALPHABET, json.loads(args.tokens.declared), sort_keys=True)
         build.results["alphabet"] = args.tokens.name
+    for split in SPLITS if args.keeps_chains else ():
+        add_to_state(build.paths["arrow"] / split, {CHAINS: True})
 
     sizes = np.subtract(plan.sizes, duplicates.left_out).tolist()
     build.results |= {"records": sum(sizes), **dict(zip(SPLITS, sizes, strict=True))}

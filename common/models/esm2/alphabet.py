@@ -15,6 +15,7 @@ TOKENS = (
     *("<null_1>", "<mask>"),
 )
 CLS, PAD, EOS, UNK = 0, 1, 2, 3
+CHAIN_END = 31  # <null_1>, which no ESM-2 uses: in prepared data it stands between the chains of a record
 MASK = 32
 VOCAB_SIZE = len(TOKENS)
 FIRST_RESIDUE, LAST_RESIDUE = 4, 30  # L .. '-': every one-character token; only these are ever masked

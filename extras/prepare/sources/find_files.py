@@ -79,10 +79,10 @@ class Source:
     def identity(self, split: str) -> str:
         """A hash (hex) of a split's contents in order, whatever the files' names."""
         files = self.splits.get(split, ())
-        # Gaps only where they are given, so that identities of before that flag hold.
+        # Gaps and the like only where they are given, so that identities of before these flags hold.
         read_as = [
-            (file.kind, file.content.columns, *filter(None, [file.content.gaps, file.content.alphabet]))
-            for file in files
+            (file.kind, content.columns, *filter(None, [content.gaps, content.alphabet, content.chains]))
+            for file, content in ((file, file.content) for file in files)
         ]
         held = self.contents[split] if self.revision is None else self._listing(split)
         return hashlib.sha256(repr([held, read_as]).encode()).hexdigest()

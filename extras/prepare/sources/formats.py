@@ -62,9 +62,9 @@ class Content:
     """What files contain: proteins or documents.
 
     name: plural, for messages; columns: possible names of the column of texts; line_ends: whether a text may contain
-    them; other_column: advice if no column has such a name; longest: bytes of a record; gaps, on_bad_record: of
-    proteins, as of extras.prepare.sources.residues.Cleaner; alphabet: what declares that of the texts (JSON), "" for
-    proteins.
+    them; other_column: advice if no column has such a name; longest: bytes of a record; gaps, on_bad_record, chains:
+    of proteins, as of extras.prepare.sources.residues.Cleaner; alphabet: what declares that of the texts (JSON), ""
+    for proteins.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Content:
     gaps: Gaps | None = None
     on_bad_record: Policy = "error"
     alphabet: str = ""
+    chains: bool = False
 
     @classmethod
     def from_json(cls, value: dict) -> Content:
@@ -110,10 +111,14 @@ PROTEINS = Content(
 
 
 def proteins(
-    longest: int = LONGEST_PROTEIN, gaps: Gaps | None = None, on_bad_record: Policy = "error", alphabet: str = ""
+    longest: int = LONGEST_PROTEIN,
+    gaps: Gaps | None = None,
+    on_bad_record: Policy = "error",
+    alphabet: str = "",
+    chains: bool = False,
 ) -> Content:
     """Proteins, in records of at most `longest` bytes; or texts of a declared alphabet."""
-    return replace(PROTEINS, longest=longest, gaps=gaps, on_bad_record=on_bad_record, alphabet=alphabet)
+    return replace(PROTEINS, longest=longest, gaps=gaps, on_bad_record=on_bad_record, alphabet=alphabet, chains=chains)
 
 
 def documents(column: str, longest: int = LONGEST_DOCUMENT) -> Content:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,8 @@ from extras.prepare.sources.records import BadRecords, Lines, characters, column
 from extras.prepare.sources.residues import Cleaner, is_alignment
 from extras.prepare.sources.sequence_files import Unit, read_batches, read_rows, reader_of, reporting
 
+Chains = Literal["refuse", "keep"]  # what becomes of records of several chains, A:B
+
 
 @dataclass
 class RecordFlags(Flags):
@@ -37,6 +39,11 @@ class RecordFlags(Flags):
     id_column: str | None = flag(None, f"of a table; default: {', '.join(IDS[:4])}; without one: file and row number")
     cluster_column: str | None = flag(None, f"of a table, for names of clusters; default: {', '.join(CLUSTERS)}")
     gaps: Gaps | None = flag(None, GAPS_HELP, choices=get_args(Gaps))
+    chains: Chains = flag(
+        "refuse",
+        "records of several chains, A:B: refuse, or keep the ends of chains, for training with --chains",
+        choices=get_args(Chains),
+    )
     on_bad_record: Policy = flag(
         "error", "stop at a record that is no protein, or skip and count", choices=get_args(Policy)
     )
@@ -48,9 +55,12 @@ class RecordFlags(Flags):
     @property
     def content(self) -> Content:
         """What the files hold, to find them."""
-        return replace(
-            proteins(self.max_record_length, self.gaps, self.on_bad_record), columns=self.columns_wanted.sequences
-        )
+        how = self.max_record_length, self.gaps, self.on_bad_record, self.keeps_chains
+        return replace(proteins(*how), columns=self.columns_wanted.sequences)
+
+    @property
+    def keeps_chains(self) -> bool:
+        return self.chains == "keep"
 
     @property
     def columns_wanted(self) -> Wanted:
@@ -60,11 +70,13 @@ class RecordFlags(Flags):
     def changing(self) -> dict[str, str]:
         """{flag: value} of those that were given and change what is read."""
         names = ("sequence_column", "id_column", "cluster_column", "gaps")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return given | ({"chains": self.chains} if self.keeps_chains else {})
 
     def cleaner(self, path: Path, bad_records: BadRecords | None = None) -> Cleaner:
         """Of a file, with its own count of bad records if none is given."""
-        return Cleaner(str(path), self.gaps, bad_records or BadRecords(self.on_bad_record), is_alignment(path.name))
+        bad_records = bad_records or BadRecords(self.on_bad_record)
+        return Cleaner(str(path), self.gaps, bad_records, is_alignment(path.name), self.keeps_chains)
 
 
 def file_of(path: Path, content: Content) -> File:

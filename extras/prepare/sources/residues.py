@@ -2,7 +2,7 @@
 
 White space and stops (`*`) at the end are removed. Gaps (`-`, `.`) are refused, removed or kept. Other characters that
 stand for no residue become `<unk>`; a record with more than a tenth of them is refused, as is one that says that there
-is no sequence. What is changed is counted, and reported once.
+is no sequence. What is changed is counted, and reported once. Several chains in a record, `A:B`, are refused or kept.
 
 Files named A3M or A2M are alignments: their gaps are removed by default, and insertions (lower case) where gaps are
 kept, so that all rows are as long as the query. HH-suite's annotations among the records are left out.
@@ -41,6 +41,7 @@ NO_SEQUENCE = (b"SEQUENCEUNAVAILABLE", b"SEQUENCENOTAVAILABLE", b"NOSEQUENCEAVAI
 MISSING = (b"NA", b"N/A", b"#N/A", b"<NA>", b"nan", b"NaN", b"None", b"null", b"NULL")
 SAYING_LENGTHS = sorted({len(text) for text in (*NO_SEQUENCE, *MISSING)})
 CHAIN_ENDS = b":/"  # between the chains of a complex in one record, as ColabFold and others have it
+CHAIN_END = CHAIN_ENDS[0]  # the one that is kept
 # Texts with a higher share of these letters are DNA or RNA. In 8,000 proteins of UniRef90 the share is 28 %.
 NUCLEOTIDES, MOST_NUCLEOTIDES = b"ACGTUNacgtun", 0.9
 SAMPLED = 1 << 16  # characters of each batch, to detect nucleotides
@@ -111,7 +112,7 @@ class Cleaner:
 
     where: the input, which begins the errors; gaps: None removes those of an alignment and refuses others;
     bad_records: called with the error of each record that is refused, by default it raises; aligned: an A3M or A2M
-    file.
+    file; chains: whether records of several chains are kept.
     """
 
     def __init__(
@@ -120,10 +121,11 @@ class Cleaner:
         gaps: Gaps | None = None,
         bad_records: Callable[[UserError], None] | None = None,
         aligned: bool = False,
+        chains: bool = False,
     ) -> None:
         self.where, self.gaps = where, gaps or ("remove" if aligned else "refuse")
         self.bad_records = bad_records or BadRecords()
-        self.aligned = aligned
+        self.aligned, self.chains = aligned, chains
         self.has_hashes = True  # whether a line of FASTA that begins with # is a comment
         self.changes = Changes()
 
@@ -147,6 +149,8 @@ class Cleaner:
         data, offsets, refused = self._without_missing(data, offsets)
         if not _are_capitals(data) and data.tobytes().translate(None, RESIDUES):
             data, offsets = self._without_stops(data, offsets)
+            if self.chains:
+                data, offsets = self._without_inner_stops(data, offsets)
             data, offsets = self._without_gaps(data, offsets, refused)
             self._count_unknown(data, offsets, name, refused)
         return self._without_refused(data, offsets, name, refused)
@@ -215,6 +219,14 @@ class Cleaner:
         self.changes.stops += int(is_stop.sum())
         return _without(data, offsets, is_stop)
 
+    def _without_inner_stops(self, data: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Without the stop at the end of each chain but the last."""
+        is_stop = (data == STOP) & (np.append(data[1:], 0) == CHAIN_END)
+        if not is_stop.any():
+            return data, offsets
+        self.changes.stops += int(is_stop.sum())
+        return _without(data, offsets, is_stop)
+
     def _without_gaps(
         self, data: np.ndarray, offsets: np.ndarray, refused: dict[int, str]
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -232,27 +244,47 @@ class Cleaner:
     def _count_unknown(
         self, data: np.ndarray, offsets: np.ndarray, name: Callable[[int], str], refused: dict[int, str]
     ) -> None:
-        places = np.flatnonzero(IS_UNKNOWN[data])
+        is_unknown = IS_UNKNOWN[data]
+        if self.chains:
+            is_unknown &= data != CHAIN_END
+            self._refuse_empty_chains(data, offsets, refused)
+        places = np.flatnonzero(is_unknown)
         of_texts, bytes_there = texts_of(places, offsets), data[places]
         lengths = np.diff(offsets)
         for number in np.unique(of_texts[bytes_there >= 128]).tolist():
             refused.setdefault(number, "has bytes that are not ASCII: remove them")
         numbers, counts = np.unique(of_texts, return_counts=True)
-        separated = set(of_texts[np.isin(bytes_there, list(CHAIN_ENDS))].tolist())
+        chain_ends = np.bincount(of_texts[np.isin(bytes_there, list(CHAIN_ENDS))], minlength=len(lengths)).tolist()
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             if number in refused:
                 continue
-            if count > MOST_UNKNOWN * (length := int(lengths[number])):
+            if count - chain_ends[number] > MOST_UNKNOWN * (length := int(lengths[number])):
                 refused[number] = (
                     f"has {count:,} characters of {length:,} that are not residues: is it a protein? (a column of "
                     "names or numbers is not)"
                 )
-            elif number in separated:
-                refused[number] = "has : or / as between chains: make a record of each chain"
+            elif chain_ends[number]:
+                refused[number] = (
+                    "has / as between chains: write : in its place"
+                    if self.chains
+                    else "has : or / as between chains: make a record of each chain, or give --chains (docs/data.md)"
+                )
             else:
                 self.changes.unknown += count
                 self.changes.with_unknown += 1
                 self.changes.first = (self.changes.first + [name(number)])[:NAMED]
+
+    @staticmethod
+    def _refuse_empty_chains(data: np.ndarray, offsets: np.ndarray, refused: dict[int, str]) -> None:
+        is_end = data == CHAIN_END
+        texts = texts_of(np.flatnonzero(is_end), offsets)
+        first, last = np.zeros((2, len(data)), bool)
+        filled = np.diff(offsets) > 0
+        first[offsets[:-1][filled]] = last[offsets[1:][filled] - 1] = True
+        after_end = np.append(False, is_end[:-1])
+        empty = (first | last | after_end)[is_end]
+        for number in np.unique(texts[empty]).tolist():
+            refused.setdefault(number, "has an empty chain (: at an end, or ::): remove that :")
 
 
 def without_texts(data: np.ndarray, offsets: np.ndarray, numbers: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:

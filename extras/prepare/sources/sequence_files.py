@@ -245,7 +245,8 @@ def cleaner_of(unit: Unit) -> Cleaner:
     if content.alphabet:
         alphabet = extra().alphabet(json.loads(content.alphabet), "--alphabet")
         return AlphabetCleaner(str(unit), alphabet, BadRecords(content.on_bad_record))
-    return Cleaner(str(unit), content.gaps, BadRecords(content.on_bad_record), is_alignment(unit.file.path))
+    bad_records, aligned = BadRecords(content.on_bad_record), is_alignment(unit.file.path)
+    return Cleaner(str(unit), content.gaps, bad_records, aligned, content.chains)
 
 
 _told: dict[str, list] = {}  # what this process has reported of each unit: every epoch reads it again
