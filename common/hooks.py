@@ -91,6 +91,9 @@ class Catalogue(Protocol):
     def set_batches(self, collator: Any) -> Any:
         """--set_tokens: the collator of batches that know their sets."""
 
+    def chains(self) -> Any:
+        """--chains: the module of the alphabets, stores and batches of records of several chains."""
+
     def with_homologs(self, task: Any) -> Any:
         """--set_tokens: evaluates held-out proteins behind homologs of theirs."""
 

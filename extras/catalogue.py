@@ -156,6 +156,12 @@ def set_batches(collator: Any) -> Any:
     return SetCollator(collator)
 
 
+def chains() -> Any:
+    from extras.prepare.sources import chains
+
+    return chains
+
+
 def with_homologs(task: Any) -> Any:
     from extras.families.sets.evaluation import WithHomologs
 

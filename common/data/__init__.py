@@ -71,6 +71,10 @@ class TokenSet:
         """What a model sees between the chains of a record: "separator", "linker", or "" if it has none."""
         return ""
 
+    def plain(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids of what a store gives, any shape: ids of records with linkers also say of which chain they are."""
+        return ids
+
     @property
     def stored(self) -> "TokenSet":
         """The alphabet of the prepared data on disk."""

@@ -161,7 +161,7 @@ class DataFlags(SourceFlags):
     advanced = ("sample_clusters", "set_tokens", "max_train_samples")
     unlisted = (
         *("dataset_mix", "sequence_packing", "pad_to_max_length", "mlm_probability_end"),
-        *("max_eval_samples", "do_preprocess"),
+        *("max_eval_samples", "do_preprocess", "chains"),
     )
     file_only = (
         *("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob"),
@@ -199,6 +199,12 @@ class DataFlags(SourceFlags):
         "cluster once an epoch; or stages, epochs:tokens: 0:2048,0.5:8192. For families that read sets.",
     )
     set_size: int = flag(16, "With --set_tokens: most members of a set; the number drawn is log-uniform from 1.")
+    chains: str | None = flag(
+        None,
+        "For records of several chains, A:B (step 1's --chains keep): what stands between chains, one token "
+        "(separator) or 25 glycines that are never asked (linker). Kept with the model.",
+        choices=("separator", "linker"),
+    )
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
     )

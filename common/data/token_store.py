@@ -263,7 +263,7 @@ class TokenStore:
         self._lengths = np.full(lists.num_rows, -1, dtype=np.int32) if is_padded else None
 
     def __reduce__(self):
-        return TokenStore, (self.path, self.tokens, self.max_records)
+        return type(self), (self.path, self.tokens, self.max_records)
 
     def __len__(self) -> int:
         return self._num_records
@@ -393,3 +393,19 @@ class TokenStore:
 def open_split(dataset_dir: str | Path, split: str, tokens: TokenSet, max_records: int | None = None) -> TokenStore:
     """The store of one split ("train", "validation", "test") of a tokenised dataset directory."""
     return TokenStore(split_directory(dataset_dir, split, STEP), tokens, max_records)
+
+
+def open_for_model(
+    dataset_dir: str | Path, split: str, tokens: TokenSet, max_records: int | None = None
+) -> TokenStore:
+    """`open_split`, as a model with these tokens sees its records. UserError if they may have several chains, and it
+    reads single ones."""
+    if tokens.chains == "linker":
+        return extra().chains().LinkedStore(split_directory(dataset_dir, split, STEP), tokens, max_records)
+    store = open_split(dataset_dir, split, tokens, max_records)
+    if store.has_chains and not tokens.chains:
+        raise UserError(
+            f"{store.path}: its records may have several chains: say what stands between them: --chains separator or "
+            "--chains linker"
+        )
+    return store

@@ -21,7 +21,7 @@ from common.data.flags import BatchFlags, DataFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
 from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep, uneven
-from common.data.token_store import TokenStore, open_split
+from common.data.token_store import TokenStore, open_for_model
 from common.distributed.world import Mesh, World
 from common.hooks import extra
 from common.shape_buckets import most_predicted, sequences_of_packs
@@ -125,7 +125,7 @@ class PreparedData(PlannedData):
         self.flags, self.tokens, self._read = flags, tokens, read
         assert flags.dataset_dir is not None  # the flags say so, without --dataset
         self.directory = Path(flags.dataset_dir)
-        self.store = open_split(self.directory, "train", tokens, flags.max_train_samples)
+        self.store = open_for_model(self.directory, "train", tokens, flags.max_train_samples)
         self.extends = self.store.extends
         self.identity = {
             "dataset": self.store.fingerprint,
@@ -162,7 +162,7 @@ class PreparedData(PlannedData):
         if not (self.directory / split).is_dir():
             return None
         try:
-            return open_split(self.directory, split, self.tokens, self.flags.max_eval_samples)
+            return open_for_model(self.directory, split, self.tokens, self.flags.max_eval_samples)
         except UserError as error:
             if "empty" in str(error):
                 return None
@@ -183,7 +183,7 @@ class PreparedData(PlannedData):
                 f"{self.directory}: no validation split to evaluate on: give --eval_dataset, or drop --do_eval"
             )
         else:  # raises if the split is empty
-            open_split(self.directory, "validation", self.tokens, self.flags.max_eval_samples)
+            open_for_model(self.directory, "validation", self.tokens, self.flags.max_eval_samples)
 
     def sample(self) -> TokenStore:
         return self.store
@@ -233,17 +233,23 @@ def masked_batches(
     """
     replaced = flags.mask_replace_prob, flags.random_replace_prob
     rates = MaskRates(flags.mlm_probability, *replaced, flags.mlm_probability_end, total_steps)
-    collator = MaskingCollator(tokens, flags.seed, rates)
+    collator = with_linkers(MaskingCollator(tokens, flags.seed, rates), tokens)
     filled_to = flags.pack_tokens if static_shape else 0
     collator = rank_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.mlm_probability)
     return extra().set_batches(collator) if flags.set_tokens is not None else collator
+
+
+def with_linkers(collator: MaskingCollator, tokens: TokenSet) -> MaskingCollator:
+    """The collator, for records with linkers where a model's chains have them."""
+    return extra().chains().LinkedBatches(collator, tokens) if tokens.chains == "linker" else collator
 
 
 def held_out_masks(flags: DataFlags, tokens: TokenSet) -> MaskingCollator:
     """The masks of evaluations: the same residues whatever a run trains with. Of those that are predicted but not
     hidden, half are replaced and half stay, as in BERT."""
     hidden = flags.eval_mask_replace_prob
-    return MaskingCollator(tokens, EVAL_SEED, MaskRates(flags.eval_mlm_probability, hidden, (1 - hidden) / 2))
+    rates = MaskRates(flags.eval_mlm_probability, hidden, (1 - hidden) / 2)
+    return with_linkers(MaskingCollator(tokens, EVAL_SEED, rates), tokens)
 
 
 def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh, static_shape: bool = False) -> Collator:

@@ -91,6 +91,11 @@ class Family(ABC):
     def adapter(self) -> StateDictAdapter:
         """Reads and writes weights in their published names."""
 
+    def tokens_of(self, config: Any) -> TokenSet:
+        """The alphabet of a model (mlm), with what its config.json puts between chains."""
+        chains = getattr(config, "chains", "")
+        return extra().chains().chain_tokens(self, chains) if chains else self.tokens
+
     def make(self, config: Any) -> Model:
         """The model with torch layers, under torch.device("meta")."""
         return self.adapter.model(config)
@@ -103,10 +108,6 @@ class Family(ABC):
         sum of squared lengths. set_pairs: pairs of query and key where sequences attend to earlier ones of their set;
         0: every sequence is a set of its own.
         """
-
-    def tokens_of(self, config: Any) -> TokenSet:
-        """The alphabet of a model (mlm)."""
-        return self.tokens
 
     def from_transformers(self, model: Any) -> tuple[Any, Pieces]:
         """(our configuration, our parameters) of transformers' model (mlm). UserError if it has no class for them."""

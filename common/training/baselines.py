@@ -28,7 +28,7 @@ SAMPLE = 200_000  # proteins, from all over the training split, that baselines a
 RUN = 1000  # consecutive proteins that are read together
 
 
-def sampled(store: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def sampled(store: Any, tokens: TokenSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Blocks (ids uint8 [T], offsets int64 [n + 1]) of at most `SAMPLE` proteins of a store.
 
     Runs of consecutive records: single ones all over a large store would each be a read of the file system.
@@ -38,7 +38,8 @@ def sampled(store: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         starts = np.linspace(0, len(store) - RUN, SAMPLE // RUN).astype(np.int64)
     for start in starts:
         block = np.arange(start, min(start + RUN, len(store)))
-        yield store.gather(block, np.zeros_like(block), store.lengths(block))
+        ids, offsets = store.gather(block, np.zeros_like(block), store.lengths(block))
+        yield tokens.plain(ids), offsets
 
 
 def given_shown(frequencies: np.ndarray, tokens: TokenSet, rates: MaskRates) -> np.ndarray:
@@ -85,7 +86,7 @@ class Baselines:
 
     def __init__(self, store: Any, tokens: TokenSet):
         self.tokens = tokens
-        self.neighbours = Neighbours.fit(sampled(store), tokens)
+        self.neighbours = Neighbours.fit(sampled(store, tokens), tokens)
 
     def losses(
         self, store: Any, flags: DataFlags, collator: MaskingCollator, world: World, prefix: str = "eval"

@@ -83,6 +83,8 @@ class TrainArguments(RunArguments):
     def check(self) -> None:
         if self.data.set_tokens is not None:
             extra().check_sets(self.data, self.family)
+        if self.data.chains:
+            extra().chains().chain_tokens(self.family, self.data.chains)
 
 
 class MaskedLM(Task[TrainArguments, ProteinData]):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from common.cli import UserError
-from common.data.alphabet import Alphabet
+from common.data import TokenSet
 from common.data.token_store import recorded_alphabet
 from common.distributed.world import World
 from common.flags import Missing, flag
@@ -23,7 +23,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config
 from common.models.family import BackendFamily, Family, ModelSpec, encoder_family, encoders, families, family_of
 from common.models.layers.backend import HF_BACKENDS, BackendFlags, Heads
-from common.models.layers.config_base import override
+from common.models.layers.config_base import CHAINS, override
 from common.models.layers.hf_directory import check_no_dropout
 from common.models.layers.state_dict_adapter import Pieces, StateDictAdapter
 
@@ -177,6 +177,8 @@ class EncoderFamily(BackendFamily):
         if flags.config_overrides:
             config = override(config, flags.config_overrides)
         check_no_dropout(config, str(name))
+        if args.data.chains:
+            config.others[CHAINS] = args.data.chains
         return config, None
 
     def heads(self, config: Any) -> Heads:
@@ -201,8 +203,12 @@ class Esm2(EncoderFamily):
     def load_config(self, name: str) -> Esm2Config:
         return load_config(name)
 
-    def tokens_of(self, config: Esm2Config) -> Alphabet:
-        return config.tokens
+    def tokens_of(self, config: Esm2Config) -> TokenSet:
+        if not config.chains:
+            return config.tokens
+        if config.alphabet is not None:
+            raise UserError(f"--chains: models of the alphabet {config.tokens.name} read one chain a record: drop it")
+        return super().tokens_of(config)
 
     def configuration(self, args: Any) -> tuple[Esm2Config, str | None]:
         """A model of random weights takes the alphabet of --alphabet, or of the data."""

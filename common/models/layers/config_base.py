@@ -17,6 +17,7 @@ from common.models.layers.hf_directory import (
     read_config,
 )
 
+CHAINS = "chains"  # a key of ours in config.json, which transformers keeps
 Config = TypeVar("Config", bound="ConfigBase")
 
 
@@ -52,7 +53,13 @@ class ConfigBase:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree for a checkpoint to be of the same model: its shape, and its alphabet."""
-        return {name: getattr(self, name) for name in self.fingerprint_fields} | {"alphabet": self.vocabulary}
+        own = {name: getattr(self, name) for name in self.fingerprint_fields} | {"alphabet": self.vocabulary}
+        return own | ({CHAINS: self.chains} if self.chains else {})
+
+    @property
+    def chains(self) -> str:
+        """What stands between the chains of a record: "separator" or "linker"; "" if the model reads single chains."""
+        return getattr(self, "others", {}).get(CHAINS, "")
 
     def stated(self) -> dict[str, Any]:
         """The values that `fixed` is compared with."""

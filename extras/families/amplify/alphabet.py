@@ -1,6 +1,6 @@
 """AMPLIFY's alphabet: 27 tokens in the order of its authors' vocabulary (conf/tokenizer/amplify_vocab.txt).
 
-It has no X, U, Z, O, '.' and '-': these become `<unk>`. `|` separates chains; no protein of ours has one.
+It has no X, U, Z, O, '.' and '-': these become `<unk>`. `|` separates chains (--chains).
 """
 
 from __future__ import annotations

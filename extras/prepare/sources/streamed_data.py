@@ -14,7 +14,7 @@ from common.data.alphabet import Alphabet
 from common.data.flags import BatchFlags, DataFlags
 from common.data.loader import Order, ProteinStore
 from common.data.packs_per_step import PacksPerStep
-from common.data.token_store import open_split
+from common.data.token_store import open_for_model
 from common.data.training_data import Makers, PreparedData, ProteinData, check_eval_sets
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS
@@ -105,7 +105,7 @@ class HeldOutFiles:
     def read(self, split: str) -> ProteinStore | None:
         """None if the split is absent or has no protein."""
         if split in self.prepared:
-            return open_split(self.prepared[split].parent, self.prepared[split].name, self.alphabet, self.given)
+            return open_for_model(self.prepared[split].parent, self.prepared[split].name, self.alphabet, self.given)
         if split not in self._stores:
             files = self.splits.get(split)
             store = MemoryStore.read(files, self.max_records, alphabet=self.alphabet) if files else None
@@ -217,7 +217,7 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
     source, records = None, 0
     with world.on_main_rank() as is_main:
         if is_main:
-            source = find_source(flags, makers, tokens.declared)
+            source = find_source(flags, makers, tokens.declared, bool(tokens.chains))
             if flags.dataset:
                 records = count_records(source.splits["train"])
                 source = with_contents(source, "train")
@@ -239,9 +239,11 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
     return data
 
 
-def find_source(flags: DataFlags, makers: Makers | None = None, alphabet: str = "") -> Source:
-    """The files of --dataset, if given, and of each set of --eval_dataset as a split. alphabet: as of `Content`."""
-    source, content = None, proteins(flags.max_record_length, flags.gaps, flags.on_bad_record, alphabet)
+def find_source(flags: DataFlags, makers: Makers | None = None, alphabet: str = "", chains: bool = False) -> Source:
+    """The files of --dataset, if given, and of each set of --eval_dataset as a split. alphabet, chains: as of
+    `Content`."""
+    content = proteins(flags.max_record_length, flags.gaps, flags.on_bad_record, alphabet, chains)
+    source = None
     if flags.dataset:
         source = _find_dataset(flags, makers or {}, content)
     for name, path in flags.eval_sets.items():
