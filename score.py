@@ -42,6 +42,7 @@ from extras.after.inference.causal import (
     log_likelihoods,
     matrices_of,
 )
+from extras.after.inference.chains import named_chains, of_all_chains
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family, mean_over
 from extras.after.inference.correlation import correlate, log_correlations
 from extras.after.inference.encoder import Encoder, EncoderFlags
@@ -320,7 +321,9 @@ def score_all(args: Arguments) -> None:
         loaded, contexts = load(args, made_from, model, proteins)
         scores = each_column(scores_of(args, model), contexts, of_single_mutants(loaded, list(texts.values())))
         ends = np.cumsum([len(residues) for residues in proteins.values()])[:-1]
-        matrices = {name: np.split(values, ends) for name, values in scores.items()}
+        of_records = {name: np.split(values, ends) for name, values in scores.items()}
+        matrices = {name: of_all_chains(proteins.values(), values) for name, values in of_records.items()}
+        proteins = dict(chain for protein in proteins.items() for chain in named_chains(*protein))
         about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
         log_variance(write_matrices(output, proteins, matrices, args.first_residue, about))
     logger.info("Written: %s", to_open(directory))

@@ -155,6 +155,14 @@ class Alphabet(TokenSet):
         ids = self.ids_of(np.frombuffer(raw, np.uint8))
         return np.concatenate((self.head, ids, self.tail)).astype(self.dtype)
 
+    def places(self, text: bytes) -> np.ndarray:
+        """Where each residue of a text has its token in `encode(text)`, int64 [len(text) / width]."""
+        return np.arange(len(text) // self.width) + self.num_head
+
+    def room(self, text: bytes, tokens: int) -> int:
+        """Most residues of a part of the text, which has at most so many tokens."""
+        return tokens - self.num_special
+
     def encode_many(self, characters: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Encode many sequences at once, without a Python loop.
 

@@ -298,24 +298,28 @@ def embed(
     pooling: "mean" or "max" over residues, or "cls": the `<cls>` of the protein's first window. done, layers, context:
     as in `Encoder.hidden`.
     """
-    first, width = len(encoder.alphabet.head), encoder.alphabet.width
-    longest = encoder.flags.max_seq_length - encoder.alphabet.num_special
-    parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text) // width, longest)]
-    outputs = encoder.hidden(
-        [encoder.alphabet.encode(window.residues_of(proteins[n][1], width)) for n, window in parts],
-        done,
-        layers,
-        context,
-    )
+    alphabet, longest = encoder.alphabet, encoder.flags.max_seq_length
+    parts = [
+        (n, window)
+        for n, (_, text) in enumerate(proteins)
+        for window in windows(len(text) // alphabet.width, alphabet.room(text, longest))
+    ]
+    texts = [window.residues_of(proteins[n][1], alphabet.width) for n, window in parts]
+    outputs = encoder.hidden([alphabet.encode(text) for text in texts], done, layers, context)
     pieces: list[list[Tensor]] = [[] for _ in proteins]
-    for (n, window), hidden in zip(parts, outputs, strict=True):
-        pieces[n].append(hidden[0] if pooling == "cls" else hidden[first + window.begin : first + window.end])
+    for (n, window), text, hidden in zip(parts, texts, outputs, strict=True):
+        places = alphabet.places(text)[window.begin : window.end]
+        pieces[n].append(hidden[0] if pooling == "cls" else hidden[torch.from_numpy(places)])
     if pooling == "cls":
         return [of_protein[0] for of_protein in pieces]
-    of_residues = [torch.cat(of_protein) for of_protein in pieces]
+    return [pooled(torch.cat(of_protein), pooling) for of_protein in pieces]
+
+
+def pooled(of_residues: Tensor, pooling: str | None) -> Tensor:
+    """[residues, hidden] -> [hidden]; as it is without a pooling."""
     if pooling is None:
         return of_residues
-    return [tensor.amax(0) if pooling == "max" else tensor.mean(0) for tensor in of_residues]
+    return of_residues.amax(0) if pooling == "max" else of_residues.mean(0)
 
 
 def table(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS
+from extras.after.inference.chains import CHAIN_END
 from extras.after.inference.mutation_scores import (
     WILD_TYPES,
     Variant,
@@ -55,6 +56,11 @@ def edited(text: str, protein: bytes, where: str, first_residue: int = 1) -> Var
     first_residue: the number of the protein's first residue. UserError, which begins with `where`, for changes that
     are not of this protein, or overlap.
     """
+    if CHAIN_END in protein:
+        raise UserError(
+            f"{where}: {quoted(text)}: the protein has several chains: give insertions and deletions as the mutated "
+            "sequence, A:B"
+        )
     edits = sorted(_edit(word, protein, where, first_residue) for word in words_of(text))
     for one, other in pairwise(edits):
         if other.start < one.end or one[:2] == other[:2]:

@@ -19,6 +19,7 @@ import torch
 from common.cli import UserError
 from common.data.alphabet import Alphabet
 from common.models.esm2.alphabet import BYTE_TO_ID, ESM2_TOKENS, STANDARD_RESIDUES, TOKENS
+from extras.after.inference.chains import CHAIN_END, in_chain
 from extras.after.inference.encoder import Encoder, Progress, Window, in_parts, windows
 
 GROUP = 256  # sequences whose logits are in memory at a time
@@ -83,9 +84,8 @@ def parse_variant(text: str, protein: bytes, where: str, first_residue: int = 1)
     )
     for one, other in zip(mutations, mutations[1:], strict=False):
         if one.position == other.position:
-            raise UserError(
-                f"{where}: {quoted(text)}: residue {one.position + first_residue} is mutated twice: give it once"
-            )
+            number = one.position - protein.rfind(CHAIN_END, 0, one.position) - 1 + first_residue
+            raise UserError(f"{where}: {quoted(text)}: residue {number} is mutated twice: give it once")
     return Variant(protein, tuple(mutations))
 
 
@@ -126,8 +126,9 @@ def letter_of(name: str) -> str:
 
 def parse_mutation(word: str, protein: bytes, where: str, first_residue: int) -> Mutation:
     """A substitution. UserError as `parse_variant`."""
-    wild_letter, number, mutant_letter = parts_of(word, where)
-    position = position_of(word, wild_letter, number, protein, where, first_residue)
+    plain, chain, begin = in_chain(word, protein, where)
+    wild_letter, number, mutant_letter = parts_of(plain, where)
+    position = begin + position_of(word, wild_letter, number, chain, where, first_residue)
     return _mutation(wild_letter, position, mutant_letter, f"{where}: {word}")
 
 
@@ -218,7 +219,8 @@ def log_probabilities(
     passes: dict[Pass, list[int]] = {}
     alphabet = encoder.alphabet
     for protein, wanted in of_protein.items():
-        parts = list(windows(len(protein) // alphabet.width, encoder.flags.max_seq_length - alphabet.num_special))
+        room = alphabet.room(protein, encoder.flags.max_seq_length)
+        parts = list(windows(len(protein) // alphabet.width, room))
         ends = [window.start + window.end for window in parts]
         for position in sorted(wanted):
             window = parts[bisect_right(ends, position)]
@@ -226,7 +228,7 @@ def log_probabilities(
     planned(sum(key.window.length + alphabet.num_special for key in passes))
     log_probs: dict[Key, np.ndarray] = {}
     for context, group in _groups(passes, context_of):
-        in_window = [np.array(passes[key]) + len(alphabet.head) - key.window.start for key in group]
+        in_window = [_places(key, alphabet)[np.array(passes[key]) - key.window.start] for key in group]
         tokens = [_tokens(key, alphabet) for key in group]
         for key, logits in zip(group, encoder.logits(tokens, done, in_window, context), strict=True):
             rows = in_esm2_ids(torch.log_softmax(logits.double(), -1).numpy(), alphabet)
@@ -327,6 +329,11 @@ def single_mutants(
 def _tokens(key: Pass, alphabet: Alphabet) -> np.ndarray:
     tokens = alphabet.encode(key.window.residues_of(key.protein, alphabet.width))
     if key.masked is not None:
-        place = len(alphabet.head) + key.masked - key.window.start
+        place = _places(key, alphabet)[key.masked - key.window.start]
         tokens[place] = alphabet.masked_ids[tokens[place]]
     return tokens
+
+
+def _places(key: Pass, alphabet: Alphabet) -> np.ndarray:
+    """Where the window's residues have their tokens."""
+    return alphabet.places(key.window.residues_of(key.protein, alphabet.width))

@@ -82,6 +82,20 @@ class ChainAlphabet(Alphabet):
         is_end = ids == self.chain_end
         return np.repeat(np.where(is_end, np.uint8(self.glycine), ids), np.where(is_end, LINKER, 1))
 
+    def places(self, text: bytes) -> np.ndarray:
+        is_end = np.frombuffer(text, np.uint8) == ord(CHAIN_END)
+        return super().places(text) + (self.break_length - 1) * (np.cumsum(is_end) - is_end)
+
+    def room(self, text: bytes, tokens: int) -> int:
+        """UserError if linkers leave too little."""
+        left = super().room(text, tokens) - (self.break_length - 1) * text.count(CHAIN_END.encode())
+        if left < LINKER:
+            raise UserError(
+                f"--max_seq_length {tokens}: too short for the linkers of a record of {text.count(b':') + 1} chains: "
+                "raise it"
+            )
+        return left
+
     def encode_many(self, characters: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As stores give records: with linkers, those of `linked`."""
         ids, offsets = super().encode_many(characters, offsets)

@@ -39,10 +39,11 @@ class ProteinFlags(Flags):
 
     def cleaner(self, where: str, alphabet: Alphabet | None = None) -> Cleaner:
         """The cleaner of a FASTA file or an alignment. where: for messages; it ends with the file's name; alphabet: of
-        the texts, if they are no proteins."""
+        the texts, if they are no proteins, or of the model, which may read several chains a record."""
         if alphabet is not None and alphabet.declared:
             return AlphabetCleaner(where, alphabet, BadRecords(self.on_bad_record))
-        return Cleaner(where, self.gaps, BadRecords(self.on_bad_record), is_alignment(where))
+        chains = alphabet is not None and bool(alphabet.chains)
+        return Cleaner(where, self.gaps, BadRecords(self.on_bad_record), is_alignment(where), chains)
 
 
 def proteins_of(
