@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from common.cli import run
+from common.cli import UserError, run
 from common.models.esm2.alphabet import VOCAB_SIZE
 from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config
 from common.models.esm2.convert import ADAPTER
@@ -99,6 +99,8 @@ class _NvConfig(Esm2Config):
 def save(source: str, directory: Path) -> None:
     """Write the model `source` in the recipe's format."""
     config = load_config(source)
+    if config.alphabet is not None:
+        raise UserError(f"{source}: of the alphabet {config.tokens.name}, and the recipe has ESM-2's alone")
     if gelu_of(config) == "exact":
         logger.warning("%s computes the exact GELU, the recipe's layers its tanh approximation", source)
     ours, _ = ADAPTER.read(source, config)
