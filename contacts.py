@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from common import console
@@ -34,10 +33,18 @@ from common.files.safe_files import file_name
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_hash
+from extras.after.downstream.complexes import (
+    Complex,
+    complex_features,
+    evaluate_complexes,
+    likeliest,
+    mean_row,
+    proteins_and_complexes,
+    read_complexes,
+)
 from extras.after.downstream.contact_picture import draw
 from extras.after.downstream.contacts import (
     LEAST,
-    SEPARATION,
     Features,
     Head,
     chain_features,
@@ -53,12 +60,12 @@ from extras.after.downstream.outputs import Manifest, claimed
 from extras.after.downstream.results import RESULTS, to_open
 from extras.after.downstream.structures import LONGEST, Chain, read_structures, structure_files
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
-from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.encoder import Encoder, EncoderFlags, alphabet_of
 from extras.after.inference.exported import exported
 from extras.prepare.sources.proteins import ProteinFlags, read_proteins
 
 logger = logging.getLogger(__name__)
-TABLE = "contacts.csv"
+TABLE, COMPLEXES = "contacts.csv", "complexes.csv"
 MOST_SPECIAL = 4  # tokens around a chain's residues
 
 
@@ -93,16 +100,6 @@ class Arguments(Flags):
             raise UserError("--fit: needs --structures to fit to")
         if self.fasta and not Path(self.fasta).is_file():
             raise UserError(f"--fasta {self.fasta}: no such file")
-
-
-def proteins_of(fasta: str, flags: ProteinFlags | None = None) -> list[Chain]:
-    """The proteins of a FASTA file, without coordinates. UserError for one that is too long."""
-    chains = []
-    for name, text in read_proteins(fasta, flags=flags).items():
-        if len(text) > LONGEST:
-            raise UserError(f"--fasta {fasta}: {name[:40]}: {len(text):,} residues: at most {LONGEST:,} have a map")
-        chains.append(Chain(name, text, np.full((len(text), 3), np.nan, np.float32)))
-    return chains
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -158,7 +155,31 @@ def evaluate(
         draw(*each)
     logger.info("%d chains, head %s: %s", len(chains), source, summary(found))
     means = mean_precisions(found) | standard_errors(found)
-    return {"chains": len(chains), "head": source, "stderr_over": "chains"} | means
+    results = {"chains": len(chains), "head": source, "stderr_over": "chains"} | means
+    return results | of_complexes(args, head, features_of, directory)
+
+
+def of_complexes(args: Arguments, head: Head, features_of: Features, directory: Path) -> dict[str, Any]:
+    """The table of structures of several chains, and its means: of a model that reads such."""
+    name = str(args.model_name_or_path)
+    if encoder_family(name).reads_sets or not alphabet_of(name).chains:
+        return {}
+    seen = set(head.fitted_on)
+    complexes = [
+        each for each in read_complexes(str(args.structures)) if seen.isdisjoint(c.identity for c in each.chains)
+    ]
+    if not complexes:
+        logger.info("No complex of two chains or more, none of which the head was fitted on")
+        return {}
+    rows = evaluate_complexes(head, features_of, console.each(complexes, "complexes"))
+    write_table(directory / COMPLEXES, rows)
+    means = mean_row(rows)
+    if "between_p_at_l" in means:
+        logger.info(
+            "%d complexes: of the L likeliest pairs between chains %.1f %% touch (L of the shorter; chance %.1f %%)",
+            *(len(rows), 100 * means["between_p_at_l"], 100 * means["between_chance"]),
+        )
+    return {"of_complexes": means}
 
 
 def predict(
@@ -179,22 +200,9 @@ def predict(
     taken: set[str] = set()
     for number, chain in enumerate(console.each(chains, "proteins")):
         probabilities = head.probabilities(features_of(chain))
-        i, j = np.triu_indices(len(chain.sequence), SEPARATION)
-        likeliest = np.argsort(-probabilities[i, j], kind="stable")[: len(chain.sequence)]
         name = file_name(chain.name, taken)
-        pairs = zip(i[likeliest].tolist(), j[likeliest].tolist(), strict=True)
-        rows = [
-            {
-                "i": a + 1,
-                "j": b + 1,
-                "residue_i": chain.sequence[a],
-                "residue_j": chain.sequence[b],
-                "probability": f"{probabilities[a, b]:.6f}",
-            }
-            for a, b in pairs
-        ]
-        write_table(directory / f"{name}.csv", rows)
-        if number < args.maps:
+        write_table(directory / f"{name}.csv", likeliest(chain, probabilities))
+        if number < args.maps and not isinstance(chain, Complex):
             draw(chain, probabilities, directory / f"{name}.png")
     logger.info("Proteins: %d, head %s", len(chains), source)
     return {"proteins": len(chains), "head": source}
@@ -228,6 +236,8 @@ def load(args: Arguments, name: str, device: torch.device, chains: list[Chain]) 
         from extras.after.downstream.stock_model import read_stock_model
 
         model = read_stock_model(name, device)
+        if (alphabet := alphabet_of(name)).chains:
+            return head_of(model), partial(complex_features, model, alphabet)
         return head_of(model), partial(chain_features, model)
     from extras.after.downstream.set_contacts import SetFeatures
 
@@ -249,7 +259,12 @@ def main() -> None:
     with ExitStack() as stack:
         name = exported(str(args.model_name_or_path), stack)
         check_model(args, name)
-        chains = proteins_of(args.fasta, args.proteins) if args.fasta else read_structures(str(args.structures))
+        alphabet = alphabet_of(name)
+        if args.fasta:
+            proteins = read_proteins(args.fasta, flags=args.proteins, alphabet=alphabet)
+            chains = proteins_and_complexes(proteins, f"--fasta {args.fasta}")
+        else:
+            chains = read_structures(str(args.structures))
         made_from = identity(args, name, chains)
         output = stack.enter_context(claimed(directory, inputs, made_from, args.overwrite, earlier))
         if output is None:

@@ -9,6 +9,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ BEYOND_END = re.compile(rb"^END[ \t\r]*$.*?^ATOM", re.MULTILINE | re.DOTALL)  # 
 # Names of AMBER and CHARMM for states of protonation, and for bridged cysteines.
 PROTONATED = {**dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "HIS"), "CYX": "CYS", "CYM": "CYS"}
 PROTONATED |= {"ASH": "ASP", "GLH": "GLU", "LYN": "LYS"}
+# gemmi raises the first three, IndexError of an empty mmCIF file
+UNREADABLE = (ValueError, RuntimeError, IndexError, OSError, EOFError, zlib.error)
 SAID = 5  # files that a warning names
 
 
@@ -78,8 +81,7 @@ def read_structures(directory: str) -> list[Chain]:
     for path in paths:
         try:
             file_chains = list(chains_of(path))
-        # gemmi raises the first three, IndexError of an empty mmCIF file
-        except (ValueError, RuntimeError, IndexError, OSError, EOFError, zlib.error) as error:
+        except UNREADABLE as error:
             reason = one_line(error)[:80] if path.stat().st_size else "it is empty"
             skipped.setdefault("cannot be read", []).append(f"{path.name} ({reason})")
             continue
@@ -103,6 +105,13 @@ def read_structures(directory: str) -> list[Chain]:
     if not chains:
         raise UserError(f"{directory}: no protein chain in {len(paths)} PDB or mmCIF files (.pdb, .ent, .cif, .gz)")
     return unique
+
+
+def readable_chains(directory: str) -> Iterator[tuple[str, list[Chain]]]:
+    """(name, chains) of each structure that can be read; `read_structures` says which cannot."""
+    for path in structure_files(directory):
+        with suppress(*UNREADABLE):
+            yield path.name.split(".")[0], list(chains_of(path))
 
 
 def structure_files(directory: str) -> list[Path]:
