@@ -41,6 +41,7 @@ def checkout(tmp_path_factory) -> Path:
     write_structures(directory / "pdb", coil_structures(COIL_STRUCTURES, 42))
     (directory / "family.a3m").write_text(">a\nMKTAYIAKQR\n>b\nMKSGWIGHEV\n>c\nMPSAY-GHaaEV\n")
     (directory / "mutants.csv").write_text("mutant\nK2R\nT3A:Y5F\n")
+    (directory / "indels.csv").write_text("mutated_sequence\nMKTAIAKQR\nMKTAYLLIAKQR\n")
     records = (directory / "my_proteins.fasta").read_text()[1:].split("\n>")
     rows = [f"{each.split()[0]},{each.count('A')},{'train' if n % 4 else 'test'}" for n, each in enumerate(records)]
     (directory / "labels.csv").write_text("\n".join(["id,label,split", *rows]) + "\n")

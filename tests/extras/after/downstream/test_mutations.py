@@ -98,6 +98,7 @@ def test_read_table_samples_a_large_one(tmp_path):
             "row 3: 'K2A': without it .* is another protein",
         ),
         ("mutant,mutated_sequence,DMS_score\nK2R,MKV,1\n", "row 2: 'K2R': the mutated sequence has no R at 2"),
+        ("mutant,mutated_sequence,DMS_score\nK2R,MRV,1\nK2del,MV,2\n", "'K2del' is not a mutation: .* of score.py"),
         ("mutant,mutated_sequence,DMS_score\nK2R,MRV,1\nK2A,MAV,\n", "fewer than 2 different values"),
         (None, "no such file"),
     ],

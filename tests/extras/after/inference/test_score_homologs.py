@@ -134,6 +134,25 @@ def test_scores_are_means_over_whole_sets(reference, job, tmp_path):
     assert len(record["homologs_hash"]) == 64
 
 
+@torch.no_grad()
+def test_an_insertion_is_read_with_its_proteins_homologs(reference, job, tmp_path):
+    """The pseudo-log-likelihood beside whole sets, the wild type's contexts before the variant too."""
+    mutant = QUERY[:4] + "CC" + QUERY[4:]
+    (row,) = rows_of(job(f"mutated_sequence\n{mutant}\n", *FLAGS))
+
+    def sums(context: list[str], query: str) -> float:
+        total = 0.0
+        for at, letter in enumerate(query):
+            ids = [*map(tokens_of, context), tokens_of(query, at)]
+            total += float(reference.logits(ids)[-len(ids[-1]) :].log_softmax(-1)[2 + at, TOKENS.index(letter)])
+        return total
+
+    each = [sums(context, mutant) - sums(context, QUERY) for context in drawn(tmp_path / "my.a3m", QUERY)]
+    assert float(row["pseudo_log_likelihood"]) == pytest.approx(np.mean(each), abs=1e-4)
+    assert float(row["pseudo_log_likelihood_error"]) == pytest.approx(np.std(each, ddof=1) / 2, abs=1e-4)
+    assert "one_pass_log_likelihood_mean_error" in row
+
+
 def test_one_context_has_no_error_and_seeds_differ(job, tmp_path):
     flags = ("--contexts", 1, "--context_tokens", 60, "--max_seq_length", 100)
     first = rows_of(job("mutant\nM1W\n", *flags, output="first.csv"))
