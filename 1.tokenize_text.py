@@ -124,6 +124,7 @@ def tokenize(args: Arguments, units: list[UnitOfText], tokenizer: Tokenizer, bui
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
     tokenizer, revision = load_tokenizer(args.tokenizer)
+    tokenizer.encode([""])  # one of proteins refuses text
     source = open_source(
         *(args.dataset, args.streaming),
         content=documents(args.text_column, args.max_record_length),

@@ -28,11 +28,11 @@ class Catalogue(Protocol):
 
     # ---- arguments: the command line ----
 
-    def causal_task(self) -> type:
+    def causal_task(self, args: Any) -> type:
         """--task clm: the task of decoders."""
 
-    def causal_arguments(self) -> type:
-        """Its flags."""
+    def causal_arguments(self, tokenizer: str | None) -> type:
+        """Its flags, with the --tokenizer that the command line names."""
 
     def causal_words(self, words: list[str]) -> list[str]:
         """Its command line without the guides' comments."""

@@ -12,16 +12,16 @@ from common.hooks import FamilyLine
 # ---- arguments: the command line ----
 
 
-def causal_task() -> type:
-    from extras.families.decoders.causal_lm import CausalLM
+def causal_task(args: Any) -> type:
+    from extras.families.decoders.protein_lm import task_for
 
-    return CausalLM
+    return task_for(args)
 
 
-def causal_arguments() -> type:
-    from extras.families.decoders.causal_arguments import CausalArguments
+def causal_arguments(tokenizer: str | None) -> type:
+    from extras.families.decoders.protein_arguments import arguments_for
 
-    return CausalArguments
+    return arguments_for(tokenizer)
 
 
 def causal_words(words: list[str]) -> list[str]:

@@ -59,7 +59,7 @@ def hint(word: str) -> str:
         return _in_words(ours, ours.words(value) if equals else [])
     if any(key.startswith(f"{name}.") for key in RECIPE) and name:  # of a file of the recipe
         return "a group of the recipe's: docs/flags.md has our flags for its keys"
-    return ""
+    return "of protein decoders: add --tokenizer residues" if name in ("directions", "fill_in") else ""
 
 
 def _in_words(ours: Ours, words: list[str]) -> str:

@@ -132,6 +132,7 @@ class Batch(TypedDict, total=False):
     num_unknown: Required[int]
     set_pairs: int
     sets: Tensor  # int32 [2, B + 1], on the host: of homologs (extras.prepare.sources.sets.SetCollator)
+    cp_targets: int  # of the whole pack, where ranks share it
     # With context parallelism also the fields of a CpPack, cp_positions and so on (extras.speed.cp_batches).
 
 

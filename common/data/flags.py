@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from common.cli import UserError
 from common.data import GAPS_HELP, LONGEST_PROTEIN, Gaps, Policy, check_record_length
@@ -86,6 +86,11 @@ class BatchFlags(Flags):
         return True
 
     @property
+    def pack_tokens(self) -> int:
+        """Most tokens of a pack."""
+        return self.per_device_train_batch_size * self.max_seq_length
+
+    @property
     def held_out_tokens(self) -> int:
         """Most tokens of an evaluation's pack."""
         return self.per_device_eval_batch_size * self.max_seq_length
@@ -154,19 +159,14 @@ class SourceFlags(BatchFlags):
 
 
 @dataclass(frozen=True)
-class DataFlags(SourceFlags):
-    """Which proteins, and how masked language modelling makes batches of them."""
+class ProteinFlags(SourceFlags):
+    """Which proteins, and how large the packs of them are."""
 
     required = ("dataset_dir",)
-    advanced = ("sample_clusters", "set_tokens", "max_train_samples")
-    unlisted = (
-        *("dataset_mix", "sequence_packing", "pad_to_max_length", "mlm_probability_end"),
-        *("max_eval_samples", "do_preprocess", "chains"),
-    )
-    file_only = (
-        *("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob"),
-        *("dataset_mix_stages", "dataset_mix_exponent", "sample_clusters_exponent", "set_size"),
-    )
+    advanced = ("sample_clusters", "max_train_samples")
+    unlisted = ("dataset_mix", "sequence_packing", "pad_to_max_length", "max_eval_samples")
+    file_only = ("dataset_mix_stages", "dataset_mix_exponent", "sample_clusters_exponent")
+    set_tokens: ClassVar[str | None] = None  # a flag of DataFlags
 
     dataset_mix: list[str] | None = flag(
         None,
@@ -193,18 +193,6 @@ class DataFlags(SourceFlags):
     sample_clusters_exponent: float = flag(
         0.0, "Draw clusters by their size to this power: 0, each alike as ESM-2 did, to 1, each protein alike."
     )
-    set_tokens: str | None = flag(
-        None,
-        "To train on sets of homologs: most tokens of a set, which has members of one cluster of --dataset_dir, each "
-        "cluster once an epoch; or stages, epochs:tokens: 0:2048,0.5:8192. For families that read sets.",
-    )
-    set_size: int = flag(16, "With --set_tokens: most members of a set; the number drawn is log-uniform from 1.")
-    chains: str | None = flag(
-        None,
-        "For records of several chains, A:B (step 1's --chains keep): what stands between chains, one token "
-        "(separator) or 25 glycines that are never asked (linker). Kept with the model.",
-        choices=("separator", "linker"),
-    )
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
     )
@@ -216,23 +204,8 @@ class DataFlags(SourceFlags):
     pad_to_max_length: bool = flag(
         False, "Batches of --per_device_train_batch_size sequences, as if padded; padding itself is never computed."
     )
-    mlm_probability: float = flag(
-        0.15,
-        "Fraction of residues to predict: 80 % become <mask>, 10 % another residue. Raise it to try for faster "
-        "learning.",
-    )
-    mlm_probability_end: float | None = flag(
-        None, "What --mlm_probability falls to, linearly from the first step to the last. Default: it stays."
-    )
-    mask_replace_prob: float = flag(0.8, "Fraction of the residues to predict that become <mask>.")
-    random_replace_prob: float = flag(0.1, "Fraction of them that become a random amino acid; what is left stays.")
-    eval_mlm_probability: float = flag(0.15, "mlm_probability of evaluations.")
-    eval_mask_replace_prob: float = flag(
-        0.8, "mask_replace_prob of evaluations; half of the rest stays, the other half becomes another residue."
-    )
     max_train_samples: int | None = flag(None, "For a quick trial: train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
-    do_preprocess: bool = flag(False, "Refused: 1.tokenize_uniref_csv.py does the preprocessing.")
 
     overrides = {
         "dataset_dir": ("dataset", "streaming", "dataset_mix", "dataset_mix_stages"),
@@ -263,7 +236,7 @@ class DataFlags(SourceFlags):
 
     @property
     def pack_tokens(self) -> int:
-        """Most tokens of a pack. `auto` is resolved before a run begins (`TrainArguments.with_pack`)."""
+        """Most tokens of a pack. `auto` is resolved before a run begins (`RunArguments.with_pack`)."""
         tokens_per_pack = None if self.tokens_per_pack == "auto" else self.tokens_per_pack
         return tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length
 
@@ -274,7 +247,7 @@ class DataFlags(SourceFlags):
             return {"sequences_per_pack": self.per_device_train_batch_size}
         return {"tokens_per_pack": self.pack_tokens}
 
-    def resolve(self) -> DataFlags:
+    def resolve(self) -> Self:
         is_open = self.packing and self.tokens_per_pack != "auto"
         tokens_per_pack = self.pack_tokens if is_open else self.tokens_per_pack
         sampled = self.set_tokens is not None if self.sample_clusters is None else self.sample_clusters
@@ -303,8 +276,6 @@ class DataFlags(SourceFlags):
             raise UserError("sample_clusters_exponent needs --dataset_dir: prepare the data by step 1")
         if self.dataset_mix and (other := self.dataset_dir or self.dataset or self.max_train_samples):
             raise UserError(f"--dataset_mix names all training data: drop {other}")
-        if self.do_preprocess:
-            raise UserError("--do_preprocess: run 1.tokenize_uniref_csv.py first and pass its output as --dataset_dir")
         if self.pad_to_max_length and self.sequence_packing:
             raise UserError("--pad_to_max_length and --sequence_packing exclude each other")
         if self.tokens_per_pack is not None and not self.packing:
@@ -316,6 +287,50 @@ class DataFlags(SourceFlags):
             )
         self.require_at_least(3, "max_seq_length")
         self.require_at_least(1, "max_train_samples", "max_eval_samples")
+
+
+@dataclass(frozen=True)
+class DataFlags(ProteinFlags):
+    """Which proteins, and how masked language modelling makes batches of them."""
+
+    advanced = ("set_tokens",)
+    unlisted = ("mlm_probability_end", "do_preprocess", "chains")
+    file_only = (
+        *("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob"),
+        "set_size",
+    )
+
+    set_tokens: str | None = flag(  # pyrefly: ignore[bad-override]  # all proteins' is None
+        None,
+        "To train on sets of homologs: most tokens of a set, which has members of one cluster of --dataset_dir, each "
+        "cluster once an epoch; or stages, epochs:tokens: 0:2048,0.5:8192. For families that read sets.",
+    )
+    set_size: int = flag(16, "With --set_tokens: most members of a set; the number drawn is log-uniform from 1.")
+    chains: str | None = flag(
+        None,
+        "For records of several chains, A:B (step 1's --chains keep): what stands between chains, one token "
+        "(separator) or 25 glycines that are never asked (linker). Kept with the model.",
+        choices=("separator", "linker"),
+    )
+    mlm_probability: float = flag(
+        0.15,
+        "Fraction of residues to predict: 80 % become <mask>, 10 % another residue. Raise it to try for faster "
+        "learning.",
+    )
+    mlm_probability_end: float | None = flag(
+        None, "What --mlm_probability falls to, linearly from the first step to the last. Default: it stays."
+    )
+    mask_replace_prob: float = flag(0.8, "Fraction of the residues to predict that become <mask>.")
+    random_replace_prob: float = flag(0.1, "Fraction of them that become a random amino acid; what is left stays.")
+    eval_mlm_probability: float = flag(0.15, "mlm_probability of evaluations.")
+    eval_mask_replace_prob: float = flag(
+        0.8, "mask_replace_prob of evaluations; half of the rest stays, the other half becomes another residue."
+    )
+    do_preprocess: bool = flag(False, "Refused: 1.tokenize_uniref_csv.py does the preprocessing.")
+
+    def check(self) -> None:
+        if self.do_preprocess:
+            raise UserError("--do_preprocess: run 1.tokenize_uniref_csv.py first and pass its output as --dataset_dir")
         for name in ("mlm_probability", "eval_mlm_probability"):
             if not 0 < getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be between 0 and 1")

@@ -17,7 +17,7 @@ from common.cli import UserError
 from common.data import TokenSet
 from common.data.clusters import cluster_numbers, clusters_to_draw
 from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates
-from common.data.flags import BatchFlags, DataFlags
+from common.data.flags import BatchFlags, DataFlags, ProteinFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
 from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep, uneven
@@ -67,9 +67,9 @@ class TrainingData(Protocol):
 
 
 class ProteinData(TrainingData, Protocol):
-    """Data of masked language modelling. flags: their `eval_sets` are evaluated."""
+    """Data of proteins. flags: their `eval_sets` are evaluated."""
 
-    flags: DataFlags
+    flags: ProteinFlags
 
     def held_out(self, split: str) -> ProteinStore | None:
         """The proteins of "validation", "test" or a set of --eval_dataset; None if there are none."""
@@ -121,7 +121,9 @@ class PreparedData(PlannedData):
     read: opens the proteins of a set of --eval_dataset.
     """
 
-    def __init__(self, flags: DataFlags, tokens: TokenSet, read: Callable[[str], ProteinStore | None] | None = None):
+    def __init__(
+        self, flags: ProteinFlags, tokens: TokenSet, read: Callable[[str], ProteinStore | None] | None = None
+    ):
         self.flags, self.tokens, self._read = flags, tokens, read
         assert flags.dataset_dir is not None  # the flags say so, without --dataset
         self.directory = Path(flags.dataset_dir)
@@ -189,7 +191,7 @@ class PreparedData(PlannedData):
         return self.store
 
 
-def check_eval_sets(data: ProteinData, flags: DataFlags) -> None:
+def check_eval_sets(data: ProteinData, flags: ProteinFlags) -> None:
     """UserError unless each set of --eval_dataset has a protein."""
     for name, proteins in flags.eval_sets.items():
         if data.held_out(name) is None:
@@ -200,7 +202,7 @@ Makers = dict[str, Callable[[], Path]]  # built-in names of --dataset, and what 
 
 
 def open_data(
-    flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers | None = None
+    flags: ProteinFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers | None = None
 ) -> ProteinData:
     """The data of a run; collective. UserError if they cannot be trained on or, with `evaluate`, evaluated on."""
     if flags.dataset or flags.eval_dataset or flags.dataset_mix:
@@ -289,7 +291,7 @@ def filled(
     return FillingCollator(collator, tokens, sequences, flags.max_seq_length, most_positions, pad)
 
 
-def held_out_batches(flags: DataFlags, store: ProteinStore, collator: Collator, world: World) -> Generator:
+def held_out_batches(flags: ProteinFlags, store: ProteinStore, collator: Collator, world: World) -> Generator:
     """This rank's batches of all proteins of a held-out store."""
     size: dict[str, Any] = {"sequences_per_pack": flags.per_device_eval_batch_size}
     if flags.packing:  # results do not depend on the size

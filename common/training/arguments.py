@@ -224,16 +224,17 @@ class RunArguments(Flags, ABC):
     @property
     def pack_tokens(self) -> int:
         """Most tokens of a pack."""
-        return self.data.per_device_train_batch_size * self.data.max_seq_length
+        return self.data.pack_tokens
 
     def with_pack(self, build: Any) -> Self:
         """A copy in which the size of a pack is a number. build: the script's (common.training.task.Build)."""
-        return self
+        return extra().largest_pack(self, build) if getattr(self.data, "tokens_per_pack", None) == "auto" else self
 
     @property
     def batch(self) -> tuple[int, str]:
         """The size of a pack, and its unit."""
-        return self.data.per_device_train_batch_size, "sequences"
+        data = self.data
+        return (self.pack_tokens, "tokens") if data.packing else (data.per_device_train_batch_size, "sequences")
 
     def missing(self) -> Iterator[Missing]:
         if self.process.cp_size == 1 and (

@@ -116,7 +116,7 @@ class Baselines:
                     sums[number] += losses.sum(), (each.argmax(1) == labels[places]).sum(), len(places)
                     if number:
                         proteins[number - 1, records] = np.bincount(sequence, losses, minlength=len(records))
-        total = partial(_total, world)
+        total = partial(of_all, world)
         results = {}
         for (name, of), (loss, correct, number) in zip(kinds, total(sums).tolist(), strict=True):
             if number:
@@ -129,7 +129,7 @@ class Baselines:
         return BaselineLosses(results, of_proteins, hash_of_questions(total(hashes).view(np.uint64)))
 
 
-def _total(world: World, values: np.ndarray) -> np.ndarray:
+def of_all(world: World, values: np.ndarray) -> np.ndarray:
     """Summed over the ranks."""
     return world.sum(torch.from_numpy(values).to(world.device)).cpu().numpy()
 

@@ -54,16 +54,16 @@ def task_of(args: RunArguments) -> type[Task]:
         from common.training.masked_lm import MaskedLM
 
         return MaskedLM
-    return extra().causal_task()
+    return extra().causal_task(args)
 
 
-def arguments_of(strategy: type[StrategyFlags], task: str) -> RunArguments:
-    """A task's flags and a strategy's, with their defaults."""
+def arguments_of(strategy: type[StrategyFlags], task: str, tokenizer: str | None = None) -> RunArguments:
+    """A task's flags and a strategy's, with their defaults. tokenizer: of a decoder, where one is named."""
     if task == "mlm":
         from common.training.masked_lm import TrainArguments
 
         return TrainArguments(strategy=strategy())
-    return extra().causal_arguments()(strategy=strategy())
+    return extra().causal_arguments(tokenizer)(strategy=strategy())
 
 
 def parse_run(
@@ -84,7 +84,8 @@ def parse_run(
     if task == "clm":
         words = extra().causal_words(words)
     instead = partial(_instead, strategy, task)
-    args = parse_arguments(description, arguments_of(strategy, task), words, instead, program)
+    tokenizer = named_flags(words).get("tokenizer")
+    args = parse_arguments(description, arguments_of(strategy, task, tokenizer), words, instead, program)
     if not argv and os.environ.get("RANK", "0") == "0":
         script, file = os.path.basename(sys.argv[0]), os.path.relpath(sanity)
         logger.info(
@@ -156,14 +157,7 @@ def task_name(words: list[str]) -> str:
 
     The flags that exist depend on it, so this looks at the words before they are parsed.
     """
-    flags: dict[str, Any] = {}
-    if words and is_file_of_flags(words[0]):
-        with suppress(UserError, OSError):  # parse_arguments reports it
-            flags |= read_file_of_flags(words[0])
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            flags[name.lstrip("-").replace("-", "_")] = value if equals else after
+    flags = named_flags(words)
     if (task := flags.get("task")) is not None:
         if task not in TASKS:
             raise UserError(f"--task {task}: choose {', '.join(TASKS)}")
@@ -178,3 +172,16 @@ def task_name(words: list[str]) -> str:
         return family_of(content["model_type"]).task
     except (KeyError, OSError, ValueError, TypeError, RecursionError):
         return "mlm"
+
+
+def named_flags(words: list[str]) -> dict[str, Any]:
+    """{flag: value} of a command line with its file of flags, not parsed: values are words."""
+    flags: dict[str, Any] = {}
+    if words and is_file_of_flags(words[0]):
+        with suppress(UserError, OSError):  # parse_arguments reports it
+            flags |= read_file_of_flags(words[0])
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            flags[name.lstrip("-").replace("-", "_")] = value if equals else after
+    return flags

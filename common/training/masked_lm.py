@@ -43,7 +43,7 @@ from common.training.curves import PlotLabels
 from common.training.evaluation import held_out_results, perplexity
 from common.training.log_row import step_line
 from common.training.protein_losses import Evaluation, ProteinLosses
-from common.training.task import Build, BuiltModel, Task
+from common.training.task import BuiltModel, Task
 
 SHOWN = ("masked", "kept", "random")  # what stands where a residue is asked: <mask>, itself, another one
 
@@ -63,19 +63,6 @@ class TrainArguments(RunArguments):
     def family(self) -> Family:
         return encoder_family(str(self.model_named), self.model.model_type)
 
-    @property
-    def pack_tokens(self) -> int:
-        return self.data.pack_tokens
-
-    def with_pack(self, build: Build) -> TrainArguments:
-        if self.data.tokens_per_pack != "auto":
-            return self
-        return extra().largest_pack(self, build)
-
-    @property
-    def batch(self) -> tuple[int, str]:
-        return (self.pack_tokens, "tokens") if self.data.packing else super().batch
-
     def missing(self) -> Iterator[Missing]:
         if self.model.bf16_residual and not self.precision.bf16:
             yield Missing("--bf16", "--bf16_residual needs bf16 layers")
@@ -85,6 +72,18 @@ class TrainArguments(RunArguments):
             extra().check_sets(self.data, self.family)
         if self.data.chains:
             extra().chains().chain_tokens(self.family, self.data.chains)
+
+
+def open_proteins(task: Task[Any, Any], tokens: TokenSet, evaluates: bool) -> tuple[ProteinData, dict[str, str]]:
+    """(the proteins of a run, {held-out set that is evaluated while training: prefix of its results}); all ranks
+    together."""
+    flags, world = task.flags, task.world
+    makers = {"sample": lambda: extra().make_sample(Path(flags.checkpoint.output_dir))}
+    data = open_data(flags.data, tokens, world, evaluates, makers)
+    named = {name: f"eval_{name}" for name in data.flags.eval_sets if name != "validation"}
+    with world.raise_together():
+        own = {} if named and data.held_out("validation") is None else task.held_out
+    return data, own | named
 
 
 class MaskedLM(Task[TrainArguments, ProteinData]):
@@ -104,15 +103,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
             self._homologs, self.metrics = extra().with_homologs(self), (*self.metrics, "loss_masked_with_homologs")
 
     def open(self, evaluates: bool) -> None:
-        self.data = open_data(self.flags.data, self.tokens, self.world, evaluates, {"sample": self._make_sample})
-        named = {name: f"eval_{name}" for name in self.data.flags.eval_sets if name != "validation"}
-        with self.world.raise_together():
-            own = {} if named and self.data.held_out("validation") is None else self.held_out
-        self.held_out = own | named
-
-    def _make_sample(self) -> Path:
-        """Generate proteins for --dataset sample."""
-        return extra().make_sample(Path(self.flags.checkpoint.output_dir))
+        self.data, self.held_out = open_proteins(self, self.tokens, evaluates)
 
     def example(self, tokens: int) -> Batch:
         pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
@@ -197,6 +188,18 @@ def evaluate(
     return held_out_results(model, batches, world, prefix, step, bf16, "selected_tokens", also, sequences)
 
 
+def add_by_protein(sums: Tensor, values: Tensor, bounds: Tensor, records: Tensor) -> None:
+    """Add the values [k, T] of a pack's tokens to sums [k, proteins]. No synchronisation.
+
+    bounds: int64 [B + 1], of the pack's sequences; records: which protein each is.
+    """
+    # Rows of a sequence each: `bounds` may have fillers behind the pack's own, and tokens beyond the last bound.
+    sequence = torch.bucketize(torch.arange(values.shape[1], device=values.device), bounds[1:], right=True)
+    each = values.new_zeros(len(values), len(bounds)).index_add_(1, sequence, values)
+    records = records.to(values.device, non_blocking=True)
+    sums.index_add_(1, records, each[:, : len(records)])
+
+
 class SelectedSums:
     """Sums over the residues asked, by what is shown in their place, and over the hidden ones of each protein.
 
@@ -216,11 +219,7 @@ class SelectedSums:
         kind = torch.where(shown == masked, 0, torch.where(shown == labels, 1, 2)).masked_fill(~asked, len(SHOWN))
         values = torch.stack([output.token_losses.double(), output.token_correct.double(), asked.double()])
         self.by_shown.index_add_(1, kind, values)
-        # Rows of a sequence each: `bounds` may have fillers behind the pack's own, and tokens beyond the last bound.
-        sequence = torch.bucketize(torch.arange(len(labels), device=labels.device), bounds[1:], right=True)
-        each = values.new_zeros(2, len(bounds)).index_add_(1, sequence, values[::2] * (kind == 0))
-        records = batch["records"].to(labels.device, non_blocking=True)
-        self.by_protein.index_add_(1, records, each[:, : len(records)])
+        add_by_protein(self.by_protein, values[::2] * (kind == 0), bounds, batch["records"])
 
     def reduced(self, world: World, prefix: str) -> Evaluation:
         """`{prefix}_loss_*` and `{prefix}_*_tokens` for each of `SHOWN`; accuracy and perplexity of the hidden."""

@@ -99,6 +99,7 @@ class SlicingCollator:
             "cp_real": torch.from_numpy(slices.real()),
             "cp_lengths": torch.from_numpy(lengths),
             "cp_masks": torch.from_numpy(masks),
+            "cp_targets": batch["num_targets"],
         }
         if "predicted" in batch:
             sliced["predicted"] = predicted_positions(labels)

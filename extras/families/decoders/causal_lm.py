@@ -50,6 +50,9 @@ class CausalLM(Task[CausalArguments, TextData]):
         # transformers' generate() stops there.
         self.built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
         self._record_context(self.built.config.others)
+        self.open_data(evaluates)
+
+    def open_data(self, evaluates: bool) -> None:
         self.data = open_text(self.flags.data, self.world, evaluates, self.tokenizer)
 
     def _record_context(self, others: dict) -> None:
@@ -87,9 +90,7 @@ class CausalLM(Task[CausalArguments, TextData]):
             output = model(**to_device(batch, self.world.device))
         if output.router is None:
             return output.loss_sum
-        targets = batch["num_targets"]
-        if "cp_lengths" in batch:  # those of the whole pack: all tokens of a sequence but the last
-            targets = int((batch["cp_lengths"] - 1).clamp(min=0).sum())
+        targets = batch.get("cp_targets", batch["num_targets"])
         return output.loss_sum + self.built.config.router_aux_loss_coef * targets * output.router
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> Evaluation:

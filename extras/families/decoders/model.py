@@ -32,11 +32,12 @@ IGNORE = -100
 LOGITS_AT_A_TIME = 2**26
 
 
-def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, H], weight [V, H], labels int64 [T], -100 where there is no target.
 
-    Returns the cross-entropy in nats, summed over the labelled positions (fp32 scalar; float64 for float64), and at
-    how many of them the label is the top prediction (int64 scalar). By autocast's rules where that is on.
+    Returns the cross-entropy in nats, summed over the labelled positions (fp32 scalar; float64 for float64), at how
+    many of them the label is the top prediction (int64 scalar), and the cross-entropy of each [T], 0 where there is no
+    label, without a gradient. By autocast's rules where that is on.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -52,6 +53,7 @@ class _VocabularyLoss(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        of_tokens = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         if differentiates:
             grad_hidden = torch.empty_like(hidden)
             grad_weight = torch.zeros_like(weight, dtype=wide)
@@ -59,7 +61,8 @@ class _VocabularyLoss(torch.autograd.Function):
         for rows in (slice(begin, begin + step) for begin in range(0, len(hidden), step)):
             x, targets = hidden[rows], labels[rows]
             logits = linear(x, weight).to(wide)
-            loss += F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+            of_tokens[rows] = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+            loss += of_tokens[rows].sum()
             correct += (logits.argmax(-1) == targets).sum()
             if differentiates:
                 is_target = targets != IGNORE
@@ -71,11 +74,11 @@ class _VocabularyLoss(torch.autograd.Function):
         if differentiates:
             ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        ctx.mark_non_differentiable(correct, of_tokens)
+        return loss, correct, of_tokens
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _):
+    def backward(ctx, grad: Tensor, *_):
         grad_hidden, grad_weight = ctx.saved_tensors
         of_weight = torch.empty_like(grad_weight, dtype=ctx.dtype)
         return grad_hidden * grad.to(grad_hidden.dtype), torch.mul(grad_weight, grad, out=of_weight), None, None
@@ -92,6 +95,7 @@ class DecoderOutput(NamedTuple):
     loss_sum: Tensor | None = None  # scalar fp32: cross-entropy in nats
     correct: Tensor | None = None  # scalar int64: labelled positions whose top prediction is the label
     router: Tensor | None = None
+    token_losses: Tensor | None = None  # [T] fp32, 0 where nothing is predicted; without a gradient
 
 
 class DecoderForCausalLM(Model):
@@ -181,8 +185,8 @@ class DecoderForCausalLM(Model):
         if labels is None:
             logits = F.linear(x, head).to(torch.promote_types(x.dtype, torch.float32))
             return DecoderOutput(logits=logits.view(*shape, -1), router=router)
-        loss_sum, correct = vocabulary_loss(x, head, labels.flatten())
-        return DecoderOutput(loss_sum=loss_sum, correct=correct, router=router)
+        loss_sum, correct, token_losses = vocabulary_loss(x, head, labels.flatten())
+        return DecoderOutput(loss_sum=loss_sum, correct=correct, router=router, token_losses=token_losses)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D / 2] of each token's position in its sequence."""

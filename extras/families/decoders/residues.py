@@ -7,12 +7,14 @@ C-terminus, so that the first of them says the direction. As ProGen3 (Bhatnagar 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
 
 import numpy as np
 
+from common.cli import UserError
 from extras.families.e1.alphabet import ALPHABET
 
 RESIDUES = "residues"  # value of --tokenizer
@@ -24,6 +26,8 @@ RESIDUE_TOKENS = replace(
 )
 BOS_FILL, EOS_SPAN = map(ALPHABET.letters.index, ("<bos_glm>", "<eos_span>"))
 FIRST_SPAN = ALPHABET.vocab_size
+TURNED = np.arange(RESIDUE_TOKENS.vocab_size, dtype=np.uint8)  # of each token, what it is to one who reads backwards
+TURNED[[RESIDUE_TOKENS.begin, RESIDUE_TOKENS.end]] = RESIDUE_TOKENS.end, RESIDUE_TOKENS.begin
 
 
 def encode_direction(sequence: bytes, reverse: bool) -> np.ndarray:
@@ -36,8 +40,26 @@ def encode_direction(sequence: bytes, reverse: bool) -> np.ndarray:
 
 
 def reversed_protein(ids: np.ndarray) -> np.ndarray:
-    """`<bos> 1 residues 2 <eos>` read from its end: what lies between `<bos>` and `<eos>` turned round."""
-    return np.concatenate((ids[:1], ids[-2:0:-1], ids[-1:]))
+    """A protein, or a crop of one, read from its end: `<bos> 1 M K 2 <eos>` is `<bos> 2 K M 1 <eos>` then, and
+    `<bos> 1 M` is `M 1 <eos>`."""
+    return TURNED[ids[::-1]]
+
+
+class ResidueTokenizer:
+    """The tokens of proteins, as runs and exports know a tokenizer (extras.families.text.tokenizers)."""
+
+    name = identity = RESIDUES
+    vocab_size = RESIDUE_TOKENS.vocab_size
+    eos_id = RESIDUE_TOKENS.end
+    dtype = np.dtype(np.uint8)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        raise UserError(
+            f"--tokenizer {RESIDUES}: is of proteins, and this is text: prepare proteins by 1.tokenize_uniref_csv.py"
+        )
+
+    def save(self, directory: Path) -> None:
+        write_residue_tokenizer(directory)
 
 
 def write_residue_tokenizer(directory: Path) -> None:

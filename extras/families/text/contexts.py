@@ -149,25 +149,36 @@ class CausalCollator:
         if tokens and self.document_masks:
             ends = np.cumsum(pack.lengths)
             begins = np.union1d(begins, ends[:-1])  # no piece of a pack crosses a context
-        cu_seqlens = np.append(begins, max(tokens, 1)).astype(np.int32)
-        lengths = np.diff(cu_seqlens).astype(np.int64)
-        input_ids = np.zeros(max(tokens, 1), np.int64)
-        labels = np.full(len(input_ids), IGNORE, np.int64)
-        if tokens:
-            input_ids[:] = ids
-            labels[:-1] = input_ids[1:]
-            labels[cu_seqlens[1:] - 1] = IGNORE
-        return {
-            "input_ids": torch.from_numpy(input_ids),
-            "labels": torch.from_numpy(labels),
-            "cu_seqlens": torch.from_numpy(cu_seqlens),
-            "max_seqlen": int(lengths.max()),
-            "num_targets": tokens - len(lengths) if tokens else 0,
-            "num_tokens": tokens,
-            "sum_squared_lengths": int((lengths**2).sum()) if tokens else 0,
-            "num_sequences": -(-tokens // self.context),
-            "num_unknown": 0,
-        }
+        batch = next_token_batch(ids, np.diff(np.append(begins, max(tokens, 1))))
+        batch["num_sequences"] = -(-tokens // self.context)
+        return batch
+
+
+def next_token_batch(ids: np.ndarray, lengths: np.ndarray) -> Batch:
+    """Sequences end to end, in which each token predicts the next. ids: [T], of any integer type; lengths: int64 [n].
+
+    Without a token: one without a label, and all counts zero.
+    """
+    tokens = len(ids)
+    lengths = lengths if tokens else np.ones(1, np.int64)
+    cu_seqlens = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    input_ids = np.zeros(max(tokens, 1), np.int64)
+    labels = np.full(len(input_ids), IGNORE, np.int64)
+    if tokens:
+        input_ids[:] = ids
+        labels[:-1] = input_ids[1:]
+        labels[cu_seqlens[1:] - 1] = IGNORE
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "labels": torch.from_numpy(labels),
+        "cu_seqlens": torch.from_numpy(cu_seqlens),
+        "max_seqlen": int(lengths.max()),
+        "num_targets": tokens - len(lengths) if tokens else 0,
+        "num_tokens": tokens,
+        "sum_squared_lengths": int((lengths**2).sum()) if tokens else 0,
+        "num_sequences": len(lengths) if tokens else 0,
+        "num_unknown": 0,
+    }
 
 
 def causal_batches(flags: TextFlags, mesh: Mesh, filled_to: int = 0) -> Collator:

@@ -20,13 +20,14 @@ from common.data.loader import Order, PlannedOrder, evaluation_batches
 from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import EVAL_SEED, PlannedData
 from common.distributed.world import World
+from extras.families.decoders.residues import RESIDUES
 from extras.families.text.contexts import ContextPlan
 from extras.families.text.flags import TextFlags
 from extras.families.text.store import TextMemory, TextStore, open_text_split, tokenize_files
 from extras.families.text.streams import WINDOW_BYTES, WINDOW_DOCUMENTS, plan_text_streams
 from extras.families.text.tokenizers import Tokenizer
 from extras.prepare.sources.find_files import Source, check_same_files, open_source, with_contents
-from extras.prepare.sources.formats import documents
+from extras.prepare.sources.formats import PROTEINS, documents
 from extras.prepare.sources.hub import REMOTE
 from extras.prepare.sources.record_counts import count_records
 from extras.prepare.sources.sequence_files import check_columns
@@ -161,16 +162,28 @@ def _packing(flags: TextFlags, tokenizer: Tokenizer) -> dict:
 
 def _find(flags: TextFlags) -> Source:
     """The files of --dataset. A file of the wrong kind is an error before anything is written."""
-    source = open_source(
-        flags.dataset,
-        flags.streaming,
-        content=documents(flags.text_column, flags.max_record_length),
-        configuration=flags.dataset_config_name,
-        train=flags.train_split,
-    )
+    try:
+        source = open_source(
+            flags.dataset,
+            flags.streaming,
+            content=documents(flags.text_column, flags.max_record_length),
+            configuration=flags.dataset_config_name,
+            train=flags.train_split,
+        )
+    except UserError as error:
+        if not _has_fasta(flags.dataset):
+            raise
+        raise UserError(f"{error}; for proteins add --tokenizer {RESIDUES}") from None
     for split in (flags.train_split, flags.val_split):
         check_columns(source.splits.get(split, ()))
     return source
+
+
+def _has_fasta(dataset: str) -> bool:
+    """Whether --dataset, or a file in it, has the name of a FASTA file."""
+    path = Path(dataset).expanduser()
+    names = [path.name, *(file.name for file in path.iterdir())] if path.is_dir() else [path.name]
+    return any(PROTEINS.format_of(name) == "fasta" for name in names)
 
 
 def _estimate_tokens(files: tuple, tokenizer: Tokenizer) -> float:

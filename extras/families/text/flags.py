@@ -42,9 +42,9 @@ class TextFlags(SourceFlags):
     val_split: str = flag("validation", "The split to evaluate on.")
     tokenizer: str = flag(
         BYTES,
-        "Change it for fewer tokens a text, or to use a published model's: `bytes` (built in: one token per byte), a "
-        "directory or Hub name that transformers' AutoTokenizer opens, or "
-        f"`{PUBLISHED}`: the one that --model was published with.",
+        "Change it for fewer tokens a text, or to use a published model's: `bytes` (built in: one token per byte), "
+        "`residues` (of proteins, with flags of its own), a directory or Hub name that transformers' AutoTokenizer "
+        f"opens, or `{PUBLISHED}`: the one that --model was published with.",
     )
     document_masks: bool = flag(
         False,

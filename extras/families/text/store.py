@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from common.cli import UserError
 from common.data.token_store import ArrowLists, read_state, split_directory
+from extras.families.decoders.residues import RESIDUES
 from extras.families.text.tokenizers import Pieces, Tokenizer, tokenize
 from extras.prepare.sources.find_files import File
 from extras.prepare.sources.sequence_files import read_rows, units_of
@@ -135,7 +136,8 @@ def open_text_split(dataset_dir: str | Path, split: str, tokenizer: Tokenizer) -
         name, identity = described["tokenizer"], described["identity"]
     except (OSError, ValueError, KeyError):
         raise UserError(
-            f"{dataset_dir}: no {TOKENS} in it, so it holds no text that {STEP} tokenised: of proteins, perhaps?"
+            f"{dataset_dir}: no {TOKENS} in it, so it holds no text that {STEP} tokenised: of proteins? Then add "
+            f"--tokenizer {RESIDUES}"
         ) from None
     if identity != tokenizer.identity:
         raise UserError(

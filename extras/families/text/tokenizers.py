@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from common.cli import UserError, one_line
 from common.distributed.world import World
+from extras.families.decoders.residues import RESIDUES, ResidueTokenizer
 from extras.prepare.sources.hub import HUB_NAME, Retries, offline, uncached_advice, unreachable_advice
 
 
@@ -170,19 +171,22 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> tuple[Tokenizer, str | None]:
-    """The tokenizer called `name` (`bytes`, a directory, a Hub name), and its commit on the Hub.
+    """The tokenizer called `name` (`bytes`, `residues`, a directory, a Hub name), and its commit on the Hub.
 
     revision: that commit, if another process has downloaded it: the local cache is then used without a request.
     UserError for a tokenizer that is missing, damaged, gated, or without an end-of-text token.
     """
     if name == BYTES:
         return ByteTokenizer(), None
+    if name == RESIDUES:
+        return ResidueTokenizer(), None
     path = Path(name).expanduser()
     if path.is_dir():
         return PretrainedTokenizer(path, name), None
     if not HUB_NAME.fullmatch(name) or path.exists():
         raise UserError(
-            f"--tokenizer {name}: neither `{BYTES}`, a directory of a tokenizer, nor a name on the Hub (owner/name)"
+            f"--tokenizer {name}: neither `{BYTES}`, `{RESIDUES}`, a directory of a tokenizer, nor a name on the Hub "
+            "(owner/name)"
         )
     directory = _fetch(name, revision)
     # The cache keeps each commit in a directory of its name.

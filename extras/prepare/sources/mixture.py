@@ -25,7 +25,7 @@ from common.data import TokenSet
 from common.data.alphabet import Alphabet
 from common.data.counter_rng import derive_key
 from common.data.crops import Pack
-from common.data.flags import DataFlags
+from common.data.flags import ProteinFlags
 from common.data.loader import Order, ProteinStore, read_tokens
 from common.data.packing import Position
 from common.data.packs_per_step import PacksPerStep
@@ -110,7 +110,7 @@ class MixedData(PlannedData):
 
     end = None
 
-    def __init__(self, flags: DataFlags, tokens: TokenSet, read: Callable[[str], ProteinStore | None]):
+    def __init__(self, flags: ProteinFlags, tokens: TokenSet, read: Callable[[str], ProteinStore | None]):
         directories, weights = parse_sources(flags)
         check_exponent(flags, weights)
         stages_of(flags, list(directories), weights, [1] * len(directories))  # wrong ones before data are opened
@@ -133,7 +133,7 @@ class MixedData(PlannedData):
         self.max_steps, self.num_examples = flags.max_steps, sum(part.num_examples for part in self.parts)
         self.identity = self._identity(flags)
 
-    def _identity(self, flags: DataFlags) -> dict:
+    def _identity(self, flags: ProteinFlags) -> dict:
         contents = [[part.identity["dataset"], part.identity.get("sample_clusters")] for part in self.parts]
         digest = hashlib.sha256(repr(contents).encode()).hexdigest()
         packing = {"seed": flags.seed, "max_seq_length": flags.max_seq_length, **flags.pack_size}
@@ -235,7 +235,7 @@ def fields_of(number: int, name: str) -> list[Field]:
     ]
 
 
-def open_mixture(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool) -> MixedData:
+def open_mixture(flags: ProteinFlags, tokens: TokenSet, world: World, evaluate: bool) -> MixedData:
     """The data of a run with --dataset_mix; collective."""
     source = None
     with world.on_main_rank() as is_main:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.cli import UserError
-from common.data.flags import RESULTS, DataFlags
+from common.data.flags import RESULTS, ProteinFlags
 
 ENTRY = re.compile(r"([A-Za-z]\w*)=(.+)")
 STAGE = re.compile(r"([0-9]{1,16}):(.+)")
@@ -37,7 +37,7 @@ class Stages:
         return "; ".join(texts)
 
 
-def parse_sources(flags: DataFlags) -> tuple[dict[str, str], list[float]]:
+def parse_sources(flags: ProteinFlags) -> tuple[dict[str, str], list[float]]:
     """{name: directory} of --dataset_mix, and the weights, [] if none is given. UserError for anything else."""
     directories: dict[str, str] = {}
     weights: list[float] = []
@@ -64,7 +64,7 @@ def parse_sources(flags: DataFlags) -> tuple[dict[str, str], list[float]]:
     return directories, weights
 
 
-def stages_of(flags: DataFlags, names: Sequence[str], weights: Sequence[float], tokens: Sequence[int]) -> Stages:
+def stages_of(flags: ProteinFlags, names: Sequence[str], weights: Sequence[float], tokens: Sequence[int]) -> Stages:
     """The stages of a mixture. weights: as `parse_sources`; tokens: of an epoch of each source, for the default."""
     stages = {0: _normalised(weights or [size**flags.dataset_mix_exponent for size in tokens])}
     for text in flags.dataset_mix_stages or ():
@@ -87,7 +87,7 @@ def stages_of(flags: DataFlags, names: Sequence[str], weights: Sequence[float], 
     return Stages(tuple(stages), tuple(stages.values()))
 
 
-def check_exponent(flags: DataFlags, weights: Sequence[float]) -> None:
+def check_exponent(flags: ProteinFlags, weights: Sequence[float]) -> None:
     """UserError for a power that cannot be, or that nothing reads."""
     power = flags.dataset_mix_exponent
     if not 0 <= power <= 1:

@@ -11,7 +11,7 @@ import numpy as np
 from common.cli import UserError
 from common.data import TokenSet
 from common.data.alphabet import Alphabet
-from common.data.flags import BatchFlags, DataFlags
+from common.data.flags import BatchFlags, ProteinFlags
 from common.data.loader import Order, ProteinStore
 from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import open_for_model
@@ -96,7 +96,7 @@ class HeldOutFiles:
     """The files of each split; the first proteins of a split are read into memory once. Of the sets that step 1 has
     prepared, the stores of their splits."""
 
-    def __init__(self, splits: dict[str, tuple[File, ...]], flags: DataFlags, alphabet: Alphabet):
+    def __init__(self, splits: dict[str, tuple[File, ...]], flags: ProteinFlags, alphabet: Alphabet):
         self.splits, self.alphabet = splits, alphabet
         self.given, self.max_records = flags.max_eval_samples, flags.max_eval_samples or HELD_OUT_RECORDS
         self.prepared = {name: split for name, path in flags.eval_sets.items() if (split := prepared_split(path))}
@@ -151,7 +151,7 @@ class StreamedProteins(StreamedData):
 
     def __init__(
         self,
-        flags: DataFlags,
+        flags: ProteinFlags,
         source: Source,
         records: int,
         alphabet: Alphabet,
@@ -202,7 +202,7 @@ class StreamedProteins(StreamedData):
         return MemoryStore.read(self.source.splits["train"], SAMPLE_RECORDS, SAMPLE_TOKENS, self.alphabet)
 
 
-def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers) -> ProteinData:
+def open_files(flags: ProteinFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers) -> ProteinData:
     """The data of a run with --dataset or --eval_dataset; collective.
 
     One rank finds, or makes, the files for all: the Hub limits the rate of requests. UserError for tokens without
@@ -239,7 +239,7 @@ def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool,
     return data
 
 
-def find_source(flags: DataFlags, makers: Makers | None = None, alphabet: str = "", chains: bool = False) -> Source:
+def find_source(flags: ProteinFlags, makers: Makers | None = None, alphabet: str = "", chains: bool = False) -> Source:
     """The files of --dataset, if given, and of each set of --eval_dataset as a split. alphabet, chains: as of
     `Content`."""
     content = proteins(flags.max_record_length, flags.gaps, flags.on_bad_record, alphabet, chains)
@@ -271,7 +271,7 @@ def prepared_split(path: str) -> Path | None:
     return None
 
 
-def _find_dataset(flags: DataFlags, makers: Makers, content: Content) -> Source:
+def _find_dataset(flags: ProteinFlags, makers: Makers, content: Content) -> Source:
     dataset, make = flags.dataset, makers.get(flags.dataset)
     if make and Path(dataset).exists():
         raise UserError(

@@ -303,7 +303,11 @@ def test_text_error_is_one_line(tmp_path, prepared):
     write_jsonl(tmp_path / "split" / "validation.jsonl", texts(3))
     cases = [
         ({"dataset_dir": str(directory)}, other, "tokenised with bytes .* is another one .*: give --tokenizer bytes"),
-        ({"dataset_dir": str(tmp_path / "proteins" / "arrow")}, BYTES, "no tokens.json in it, .*of proteins, perhaps"),
+        (
+            {"dataset_dir": str(tmp_path / "proteins" / "arrow")},
+            BYTES,
+            "no tokens.json in it, .*of proteins. Then add --tokenizer residues",
+        ),
         ({"dataset_dir": str(directory), "val_split": "dev"}, BYTES, "no text in a split dev: give --val_split"),
         ({"dataset": str(jsonl)}, BYTES, "no text in a split validation: hold documents out with 1.tokenize_text.py"),
         ({"dataset": str(jsonl), "text_column": "body"}, BYTES, "no column body, only text, .*: --text_column"),

@@ -139,7 +139,7 @@ def test_tokenizer_error_is_one_line(tmp_path):
         ("no end", "it has no end-of-text token"),
         ("empty", "not a tokenizer that transformers can open"),
         ("torn", "not a tokenizer that transformers can open"),
-        ("nowhere", "neither `bytes`, a directory of a tokenizer, nor a name on the Hub"),
+        ("nowhere", "neither `bytes`, `residues`, a directory of a tokenizer, nor a name on the Hub"),
     ):
         with pytest.raises(UserError, match=message) as raised:
             load_tokenizer(str(tmp_path / name))
