@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Score mutations with a model that you trained or any ESM-2: those of a CSV, or all single ones of a protein.
+r"""Score variants with a model that you trained or any ESM-2: those of a CSV, or all single mutants of a protein.
 
 python score.py --model_name_or_path out/final_model --fasta protein.fasta --mutations mutants.csv \
     --output scored.csv
@@ -10,7 +10,10 @@ python score.py --model_name_or_path out/e1 --fasta protein.fasta --mutations mu
 A row's mutations are in the column `mutant`: A24G, A24G:K30R (the sum of the two), or HGVS, p.Ala24Gly; ProteinGym's
 tables are taken as they are. masked_marginal: log p(mutant) - log p(wild type) in nats, with the residue masked;
 wild_type_marginal: without masks, one pass a protein. Above zero the model prefers the mutant. With homologs, which
-some models read, scores are means over contexts, with standard errors. docs/after.md, docs/homologs.md have more.
+some models read, scores are means over contexts, with standard errors.
+Insertions and deletions are A24_K27del, A24_G25insKL and the like, or sequences in the column `mutated_sequence`:
+score.py --sequences indels.csv. They and all variants under a protein decoder get likelihoods of whole sequences, as
+sums and means over residues. docs/after.md, docs/homologs.md have more.
 """
 
 from __future__ import annotations

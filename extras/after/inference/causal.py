@@ -21,7 +21,7 @@ from extras.after.inference.encoder import EncoderFlags, Progress, in_parts
 from extras.after.inference.likelihoods import Variants, differences, positions_of, sequences_of
 from extras.after.inference.mutation_scores import RESIDUES, Mutation, Variant
 from extras.after.inference.packed import loaded, packs
-from extras.families.decoders.config import DIRECTIONS, TRAINED_CONTEXT
+from extras.families.decoders.config import DIRECTIONS
 from extras.families.decoders.residues import RESIDUE_TOKENS, encode_direction, reads_residues
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Causal:
         name = str(flags.model_name_or_path)
         family = family_of(read_config(resolve_directory(name) / "config.json")["model_type"])
         config = family.load_config(name)
-        self.context = config.others.get(TRAINED_CONTEXT, config.max_position_embeddings)
+        self.context = config.context
         pieces, _ = family.adapter.read(name, config)
         self.model: Any = loaded(family, config, pieces, self.device)
         size = (config.num_hidden_layers, config.hidden_size)

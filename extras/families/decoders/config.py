@@ -70,6 +70,13 @@ class DecoderConfig(ConfigBase):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def context(self) -> int:
+        """Tokens of the longest context it was trained on, where its run recorded that; else those it has room for."""
+        trained = self.others.get(TRAINED_CONTEXT)
+        most = self.max_position_embeddings
+        return trained if type(trained) is int and 0 < trained < most else most
+
+    @property
     def architecture(self) -> str:
         return ARCHITECTURES[self.model_type]
 
