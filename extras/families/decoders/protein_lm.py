@@ -27,6 +27,7 @@ from common.training.neighbours import smoothed_frequencies
 from common.training.protein_losses import Evaluation, ProteinLosses, hash_of_questions, mean_and_error
 from extras.families.decoders.causal_arguments import CausalArguments
 from extras.families.decoders.causal_lm import CausalLM
+from extras.families.decoders.config import DIRECTIONS
 from extras.families.decoders.protein_arguments import ProteinDecoderArguments, ResidueFlags
 from extras.families.decoders.protein_batches import ProteinCollator, protein_batches
 from extras.families.decoders.residues import RESIDUE_TOKENS, ResidueTokenizer
@@ -47,6 +48,7 @@ class ProteinLM(CausalLM):
         self.built.config.others |= {"bos_token_id": RESIDUE_TOKENS.begin, "pad_token_id": RESIDUE_TOKENS.pad}
         self.data, self.held_out = open_proteins(self, RESIDUE_TOKENS, evaluates)
         flags = self.flags.data
+        self.built.config.others[DIRECTIONS] = flags.directions  # of score.py
         read = {"tokenizer": ResidueTokenizer.identity, "directions": flags.directions, "fill_in": flags.fill_in}
         self.data.identity = self.data.identity | read
 
