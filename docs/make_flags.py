@@ -21,6 +21,7 @@ from common.training.arguments import RunArguments  # noqa: E402
 from common.training.command_line import arguments_of  # noqa: E402
 from common.training.masked_lm import TrainArguments  # noqa: E402
 from extras.families.decoders.causal_arguments import CausalArguments  # noqa: E402
+from extras.families.decoders.protein_arguments import ProteinDecoderArguments, ResidueFlags  # noqa: E402
 from extras.interop.flag_tables import ACCELERATE, RECIPE, TRANSFORMERS, Ours  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402
 from train_ddp_cp import DdpCpFlags  # noqa: E402
@@ -140,7 +141,17 @@ With `--model` or `--model_type` a script trains a decoder ([decoders.md](decode
 have another default, or another name besides; the rest are as above, but for those of proteins and of ESM-2, which are
 unknown.
 
-{table(("flag", "also", "default", ""), decoders(of_all))}"""
+{table(("flag", "also", "default", ""), decoders(of_all))}
+With `--tokenizer residues` the decoder reads proteins ([decoders.md](decoders.md#protein-decoders)): the data flags
+are those of proteins above, without masking and sets, and these.
+
+{table(("flag", "default", ""), protein_decoders())}"""
+
+
+def protein_decoders() -> list[tuple[str, ...]]:
+    """Rows of the flags of protein decoders alone."""
+    specs = specs_of(ProteinDecoderArguments())
+    return [(f"`--{name}`", shown(specs[name].default), text_of(specs[name])) for name in ResidueFlags.advanced]
 
 
 def in_place_of(rows: dict[str, Ours], prefix: str) -> list[tuple[str, ...]]:

@@ -21,6 +21,7 @@ from common.flags import flat
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training import command_line as tasks
 from extras.families.decoders.config import GUIDE_RUNS, PRESETS
+from extras.families.decoders.model import DecoderForCausalLM
 from extras.prepare.sample import SAMPLE
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
@@ -67,6 +68,13 @@ CONFIGS = {  # NAME: (what the source says, scripts)
         [FSDP, MFSDP],
     ),
 }
+PROTEINS = {"tokenizer": "residues", "directions": "both", "vocab_size": 64, "max_seq_length": 1024}
+PROTEINS |= {"tokens_per_step": 1 << 19, "bf16": True, "num_attention_heads": 16, "adam_beta2": 0.95}
+SHAPES = {  # ProGen2's,
+    "protein_decoder_151m": ({"num_hidden_layers": 12, "hidden_size": 1024, "learning_rate": 6e-4}, 151e6),
+    "protein_decoder_764m": ({"num_hidden_layers": 27, "hidden_size": 1536, "learning_rate": 2.5e-4}, 764e6),
+}
+CONFIGS |= {name: (PROTEINS | shape, [DDP, FSDP, MFSDP]) for name, (shape, _) in SHAPES.items()}
 # The FSDP guides' runs, by this project's flag names.
 for name, run in GUIDE_RUNS.items():
     own_directory = run.checkpoint_dir not in (None, "checkpoints")
@@ -93,10 +101,21 @@ def test_config_matches_its_source(name):
     said, scripts = CONFIGS[name]
     header = (ROOT / "configs" / f"{name}.yaml").read_text()
     assert "# Source: " in header
-    assert name.startswith("guide_") or re.search(r"\bat [0-9a-f]{7}\b", header)
+    assert name.startswith(("guide_", *SHAPES)) or re.search(r"\bat [0-9a-f]{7}\b", header)
     for script in scripts:
         args = parse(script, ROOT / "configs" / f"{name}.yaml")
         assert said.items() <= flat(args).items()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_protein_decoder_has_the_published_number_of_parameters(name):
+    model = parse(DDP, ROOT / "configs" / f"{name}.yaml").model
+    config, _ = model.decoder_config(1024)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in DecoderForCausalLM(config).parameters())
+    layer = config.hidden_size * (4 * config.hidden_size + 3 * config.intermediate_size + 2)
+    assert parameters == config.num_hidden_layers * layer + (2 * 64 + 1) * config.hidden_size
+    assert parameters == pytest.approx(SHAPES[name][1], rel=0.003)
 
 
 def test_amplify_step_has_its_authors_proteins():

@@ -30,7 +30,11 @@ REFERENCE = load_script("docs/make_reference.py")
 CONTACTS, FINETUNE, PROBE, SCORE = (load_script(f"{name}.py") for name in ("contacts", "finetune", "probe", "score"))
 FLAGS = {"max_steps": 2, "do_eval": True, "eval_on_start": True, "eval_steps": 2, "straggler_every": 1}
 FLAGS |= {"peak_tflops_per_gpu": 1, "profile_steps": "1-1", "save_steps": 1, "save_hf": True}
-OF_DECODERS = {"eval_tokens"}
+OF_DECODERS = {
+    *("eval_tokens",),
+    *(f"eval_{name}_residues" for name in ("loss", "perplexity", "tokens", "unigram_loss", "below_unigram")),
+    *("eval_loss_residues_stderr", "eval_below_unigram_residues_stderr"),
+}
 ON_GPUS = {"attention"}
 OF_SOME_RUNS = {"eval_clusters", "best_global_step"}  # tests/training/test_evaluation.py, test_best.py
 OF_SOME_RUNS |= {"eval_loss_masked_with_homologs", "eval_loss_masked_without_homologs"}

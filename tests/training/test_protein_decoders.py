@@ -166,6 +166,8 @@ def test_ranks_that_share_packs_equal_one_process(arrow, tmp_path, family):
     for name in ("eval_loss", "eval_loss_residues", "eval_loss_residues_stderr", "eval_unigram_loss_residues"):
         assert shared[name] == pytest.approx(alone[name], rel=1e-4)
     assert relative_difference(*(final_weights(tmp_path / name) for name in ("alone", "shared"))) < 1e-5
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "shared" / "final_model")
+    assert type(stock).__name__ == ("MixtralForCausalLM" if family else "LlamaForCausalLM")
 
 
 def test_checkpoint_is_of_its_directions(arrow, whole_run, tmp_path):

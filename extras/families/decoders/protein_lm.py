@@ -152,7 +152,7 @@ def residue_results(losses: ProteinLosses, unigram: np.ndarray, prefix: str) -> 
 
 @dataclass(frozen=True)
 class UnigramLosses:
-    """proteins: float64 [n], nats over the residues of each; questions: a hash (hex) of what is asked."""
+    """proteins: float64 [n], nats over the residues of each; questions: a hash (hex) of what is predicted."""
 
     proteins: np.ndarray
     questions: str
