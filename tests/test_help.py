@@ -54,8 +54,9 @@ def flags_of(script: str) -> RunArguments:
     return arguments_of(getattr(load_script(script), STRATEGIES[script]), "mlm")
 
 
-def specs_of(script: str, task: str) -> list[FlagSpec]:
-    return flag_specs(changed_defaults(arguments_of(getattr(load_script(script), STRATEGIES[script]), task)))
+def specs_of(script: str, task: str, tokenizer: str | None = None) -> list[FlagSpec]:
+    strategy = getattr(load_script(script), STRATEGIES[script])
+    return flag_specs(changed_defaults(arguments_of(strategy, task, tokenizer)))
 
 
 def file_only(script: str) -> list[str]:
@@ -117,13 +118,14 @@ def test_help_all_lists_every_flag(script):
     assert "--help_all: " in "\n".join(said(script, "--help"))
 
 
-@pytest.mark.parametrize("task", ["mlm", "clm"])
+@pytest.mark.parametrize("task", ["mlm", "clm", "clm --tokenizer residues"])
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_help_all_lists_at_most_60_flags_and_when_to_change_them(script, task):
     """A flag above 60 replaces another one, or is unlisted, or a key of a file of flags."""
-    lines = said(script, "--task", task, "--help_all")
+    task, *tokenizer = task.split()
+    lines = said(script, "--task", task, *tokenizer, "--help_all")
     assert 50 < sum(line.startswith("  --") for line in lines) <= 60
-    listed = [spec for spec in specs_of(script, task) if spec.level not in ("unlisted", "file_only")]
+    listed = [spec for spec in specs_of(script, task, *tokenizer[1:]) if spec.level not in ("unlisted", "file_only")]
     assert [spec.name for spec in listed if not WHEN.search(spec.help) and spec.name not in NEEDED] == []
 
 

@@ -17,6 +17,10 @@ class ResidueFlags(ProteinFlags):
     """Which proteins, and how a decoder reads them."""
 
     advanced = ("directions", "fill_in")
+    unlisted = (
+        *("streaming", "max_train_samples", "tokens_per_pack", "dataloader_num_workers"),
+        "gradient_accumulation_steps",
+    )
 
     tokenizer: str = flag(
         RESIDUES, "Change it for text: one token a residue, of proteins (residues).", choices=(RESIDUES,)
@@ -51,7 +55,9 @@ class ProteinDecoderArguments(CausalArguments):
             "save memory.",
             "max_context_width",
         ),
-        "num_train_epochs": flag(None, "Passes over --dataset_dir, without --max_steps.", "epochs"),
+        "num_train_epochs": flag(
+            None, "For prepared proteins: passes over --dataset_dir, without --max_steps.", "epochs"
+        ),
         "per_device_train_batch_size": flag(
             2, "Times --max_seq_length, the tokens of a pack. Lower it if memory runs out.", "train_batch_size"
         ),
