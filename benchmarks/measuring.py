@@ -34,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Keys of a file of flags that are no flags of a command line, of any train script.
 FILE_ONLY = {
     *("cp_comm_type", "cp_layout", "cuda_graphs", "dataset_mix_stages", "dataset_mix_exponent"),
-    *("ddp_bucket_dtype", "device_reserve", "eval_mask_replace_prob", "eval_mlm_probability"),
+    *("ddp_bucket_dtype", "device_reserve", "diffusion_schedule", "eval_mask_replace_prob", "eval_mlm_probability"),
+    *("eval_nelbo",),
     *("fp8_scaled_mm", "fused_gelu", "mask_replace_prob", "packs_per_step_schedule"),
     *("random_replace_prob", "sample_clusters_exponent", "set_size", "straggler_every", "triton_adamw"),
 }

@@ -97,6 +97,18 @@ class Catalogue(Protocol):
     def with_homologs(self, task: Any) -> Any:
         """--set_tokens: evaluates held-out proteins behind homologs of theirs."""
 
+    def check_diffusion(self, flags: Any) -> None:
+        """--objective mdlm: UserError for flags that contradict it."""
+
+    def diffusion_batches(self, flags: Any, tokens: Any, mesh: Any, static_shape: bool) -> Any:
+        """--objective mdlm: the collator of a rank."""
+
+    def diffusion_predicted(self, flags: Any) -> float:
+        """--objective mdlm: the part of the residues that is predicted, on average."""
+
+    def held_out_bound(self, task: Any) -> Any:
+        """--objective mdlm, eval_nelbo: bounds the log-likelihood of held-out proteins."""
+
     def untokenised(self, directory: Path, columns: Any = None) -> str:
         """What to do with a directory of datasets' save_to_disk that has no tokens but `columns`; "" if it has."""
 

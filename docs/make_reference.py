@@ -87,6 +87,13 @@ EVALUATION = [
     ("eval_below_neighbours_masked", "nats per residue", "`eval_neighbours_loss_masked` less `eval_loss_masked`"),
     ("eval_below_neighbours_masked_stderr", "nats per residue", "standard error of that, likewise"),
     (
+        "eval_nelbo",
+        "nats per residue",
+        "`--objective mdlm`, `eval_nelbo`: bound of -log p of held-out proteins, over all their residues",
+    ),
+    ("eval_nelbo_stderr", "nats per residue", "standard error of that, over proteins or their clusters"),
+    ("eval_unigram_nelbo", "nats per residue", "compare with `eval_nelbo`: of residue frequencies alone"),
+    (
         "eval_loss_masked_with_homologs",
         "nats per residue",
         "`--set_tokens`: of the held-out proteins that have others of their cluster, each behind up to `set_size` - 1 "

@@ -168,6 +168,30 @@ def with_homologs(task: Any) -> Any:
     return WithHomologs(task)
 
 
+def check_diffusion(flags: Any) -> None:
+    from extras.families.diffusion import masking
+
+    masking.check_flags(flags)
+
+
+def diffusion_batches(flags: Any, tokens: Any, mesh: Any, static_shape: bool) -> Any:
+    from extras.families.diffusion import masking
+
+    return masking.diffusion_batches(flags, tokens, mesh, static_shape)
+
+
+def diffusion_predicted(flags: Any) -> float:
+    from extras.families.diffusion.masking import SCHEDULES
+
+    return SCHEDULES[flags.diffusion_schedule].mean_rate
+
+
+def held_out_bound(task: Any) -> Any:
+    from extras.families.diffusion.bound import HeldOutBound
+
+    return HeldOutBound(task)
+
+
 def untokenised(directory: Path, columns: Any = None) -> str:
     from extras.prepare.sources import saved_datasets
 

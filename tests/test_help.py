@@ -40,6 +40,7 @@ OTHER = {  # values of keys of a file of flags, where True is none
     "sample_clusters_exponent": 0.5,
     "ddp_bucket_dtype": "bf16",
     "device_reserve": 2.5,
+    "diffusion_schedule": "cosine",
     "eval_mask_replace_prob": 0.5,
     "eval_mlm_probability": 0.3,
     "mask_replace_prob": 0.7,

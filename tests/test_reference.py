@@ -39,6 +39,7 @@ ON_GPUS = {"attention"}
 OF_SOME_RUNS = {"eval_clusters", "best_global_step"}  # tests/training/test_evaluation.py, test_best.py
 OF_SOME_RUNS |= {"eval_loss_masked_with_homologs", "eval_loss_masked_without_homologs"}
 OF_SOME_RUNS |= {f"eval_homologs_{name}" for name in ("gain_masked", "gain_masked_stderr", "samples")}
+OF_SOME_RUNS |= {"eval_nelbo", "eval_nelbo_stderr", "eval_unigram_nelbo"}  # tests/extras/families/diffusion
 
 
 @pytest.fixture(scope="module")

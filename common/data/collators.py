@@ -70,6 +70,7 @@ def mask_tokens(
     seed: int,
     epoch: int,
     rates: MaskRates = ESM2_MASK_RATES,
+    probabilities: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """BERT masking (Devlin et al. 2019) of the crops of n sequences, laid end to end.
 
@@ -77,8 +78,9 @@ def mask_tokens(
     that is selected at some mlm_probability is also selected at every higher one. Special tokens are never selected.
 
     ids: `tokens.dtype` [T]; records: int64 [n], the store's index of each sequence; starts: int64 [n], where in its
-    sequence each crop begins; lengths: int64 [n], T in sum. Returns input ids, as `ids`, and labels int64 [T], the
-    original id where a token was selected and -100 elsewhere.
+    sequence each crop begins; lengths: int64 [n], T in sum; probabilities: float64 [n], of each sequence, in place of
+    rates.mlm_probability. Returns input ids, as `ids`, and labels int64 [T], the original id where a token was
+    selected and -100 elsewhere.
     """
     # A residue is hashed by its number in the protein, from 1, so that every crop and family masks the same ones:
     # state = hash(record) + number * GAMMA, with number = start + (index in the batch - index of the crop) - more.
@@ -91,9 +93,9 @@ def mask_tokens(
 
     is_residue = tokens.is_maskable[ids]
     # 53 bits, so that a probability of 1.0 has a threshold
-    selected = np.flatnonzero(
-        ((hashes >> np.uint64(11)) < np.uint64(round(rates.mlm_probability * 2**53))) & is_residue
-    )
+    each = rates.mlm_probability if probabilities is None else np.repeat(probabilities, lengths)
+    below = np.round(np.multiply(each, 2.0**53)).astype(np.uint64)
+    selected = np.flatnonzero(((hashes >> np.uint64(11)) < below) & is_residue)
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[selected] = ids[selected]
 
@@ -110,7 +112,8 @@ def mask_tokens(
 
 
 # Of a model.
-INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "mask_ratio", "sets")
+INPUTS = ("input_ids", "labels", "predicted", "weights", "attention_mask", "cu_seqlens", "max_seqlen", "mask_ratio")
+INPUTS += ("sets",)
 
 
 class Batch(TypedDict, total=False):
@@ -121,6 +124,7 @@ class Batch(TypedDict, total=False):
     cu_seqlens: Required[Tensor]  # int32 [B + 1]
     max_seqlen: Required[int]
     predicted: Tensor  # int64 [P]
+    weights: Tensor  # float32 [T], of each token's loss, above 0 where one may be asked; without: 1
     mask_ratio: float  # in training
     source: int  # in training: of a mixture (`Pack.source`)
     records: Tensor  # int64 [B], in an evaluation: which of the store's the sequences are
@@ -139,7 +143,7 @@ class Batch(TypedDict, total=False):
 class Counts(NamedTuple):
     """Summed over batches."""
 
-    num_targets: int  # labels that are not -100
+    num_targets: int  # what the loss is divided by: labels that are not -100; with weights: those that are above 0
     num_tokens: int
     sum_squared_lengths: int
     num_sequences: int
@@ -170,6 +174,10 @@ class MaskingCollator:
     def __init__(self, tokens: TokenSet, seed: int, rates: MaskRates = ESM2_MASK_RATES):
         self.tokens, self.seed, self.rates = tokens, seed, rates
 
+    def probabilities(self, pack: Pack) -> np.ndarray | None:
+        """Of selecting a residue, float64 [B], if each sequence has its own."""
+        return None
+
     def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
         """The batch of a pack of B sequences whose tokens are `ids` [T].
 
@@ -181,7 +189,8 @@ class MaskingCollator:
         """
         rates = self.rates if step is None else self.rates.at(step)
         input_ids, labels = mask_tokens(
-            ids, pack.records, pack.starts, pack.lengths, self.tokens, self.seed, pack.epoch, rates
+            *(ids, pack.records, pack.starts, pack.lengths, self.tokens, self.seed, pack.epoch, rates),
+            self.probabilities(pack),
         )
         lengths = pack.lengths
         if len(ids) == 0:
@@ -251,6 +260,8 @@ class FillingCollator:
             "cu_seqlens": F.pad(bounds, (0, sequences + 1 - len(bounds)), value=filled),
             "max_seqlen": max(batch["max_seqlen"], self.longest),
         }
+        if "weights" in batch:
+            full["weights"] = F.pad(batch["weights"], (0, filled - tokens))
         if "predicted" in batch:
             lacking = max(0, self.predicted - len(batch["predicted"]))
             full["predicted"] = F.pad(batch["predicted"], (0, lacking), value=-1)

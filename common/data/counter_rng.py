@@ -16,7 +16,7 @@ WORD = (1 << 64) - 1
 
 # The purpose of a key, so that two uses of one (seed, epoch) never share a stream.
 BLOCK_ORDER, ROTATION, RECORD_ORDER, PACK_ORDER, CROP, MASKING, MEMBER, BYTES, CLUSTER_ORDER, ROUNDING = range(1, 11)
-SET_ORDER, SET_SIZE = range(11, 13)
+SET_ORDER, SET_SIZE, MASK_RATE = range(11, 14)
 DIRECTION, FILL_IN, SPANS = range(21, 24)  # of protein decoders
 
 

@@ -20,7 +20,7 @@ NAMED = re.compile(r"[A-Za-z]\w*=")  # of a held-out set
 RESULTS = {
     *("accuracy", "below", "clusters", "contacts", "homologs", "kept", "loss", "masked", "mutations", "neighbours"),
     *("perplexity", "predecessors", "probe", "random", "runtime", "samples", "selected", "steps", "test", "tokens"),
-    *("train", "unigram"),
+    *("nelbo", "train", "unigram"),
 }
 STEPS_AHEAD = 4  # that each worker prepares
 
@@ -163,8 +163,8 @@ class ProteinFlags(SourceFlags):
     """Which proteins, and how large the packs of them are."""
 
     required = ("dataset_dir",)
-    advanced = ("sample_clusters", "max_train_samples")
-    unlisted = ("dataset_mix", "sequence_packing", "pad_to_max_length", "max_eval_samples")
+    advanced = ("sample_clusters",)
+    unlisted = ("dataset_mix", "sequence_packing", "pad_to_max_length", "max_train_samples", "max_eval_samples")
     file_only = ("dataset_mix_stages", "dataset_mix_exponent", "sample_clusters_exponent")
     set_tokens: ClassVar[str | None] = None  # a flag of DataFlags
 
@@ -293,11 +293,11 @@ class ProteinFlags(SourceFlags):
 class DataFlags(ProteinFlags):
     """Which proteins, and how masked language modelling makes batches of them."""
 
-    advanced = ("set_tokens",)
+    advanced = ("objective", "set_tokens")
     unlisted = ("mlm_probability_end", "do_preprocess", "chains")
     file_only = (
         *("mask_replace_prob", "random_replace_prob", "eval_mlm_probability", "eval_mask_replace_prob"),
-        "set_size",
+        *("diffusion_schedule", "eval_nelbo", "set_size"),
     )
 
     set_tokens: str | None = flag(  # pyrefly: ignore[bad-override]  # all proteins' is None
@@ -311,6 +311,18 @@ class DataFlags(ProteinFlags):
         "For records of several chains, A:B (step 1's --chains keep): what stands between chains, one token "
         "(separator) or 25 glycines that are never asked (linker). Kept with the model.",
         choices=("separator", "linker"),
+    )
+    objective: str = flag(
+        "mlm",
+        "mlm: masked language modelling; mdlm: masked diffusion, for a model that generates: each sequence is masked "
+        "at a rate of its own.",
+        choices=("mlm", "mdlm"),
+    )
+    diffusion_schedule: str = flag(
+        "linear", "With --objective mdlm: how rates are drawn; cosine: more high ones.", choices=("linear", "cosine")
+    )
+    eval_nelbo: bool = flag(
+        False, "Evaluations bound the log-likelihood of held-out proteins, too, as those of --objective mdlm do."
     )
     mlm_probability: float = flag(
         0.15,

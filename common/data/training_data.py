@@ -233,6 +233,8 @@ def masked_batches(
 
     total_steps: of the run; static_shape: fills all batches up to the same shape (`FillingCollator`).
     """
+    if flags.objective == "mdlm":
+        return extra().diffusion_batches(flags, tokens, mesh, static_shape)
     replaced = flags.mask_replace_prob, flags.random_replace_prob
     rates = MaskRates(flags.mlm_probability, *replaced, flags.mlm_probability_end, total_steps)
     collator = with_linkers(MaskingCollator(tokens, flags.seed, rates), tokens)

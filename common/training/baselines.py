@@ -73,12 +73,13 @@ class BaselineLosses:
     """What the baselines lose on a held-out split.
 
     results: by name; proteins: {baseline: float64 [n]}, nats over the hidden residues of each protein; questions: a
-    hash (hex) of which residues were hidden.
+    hash (hex) of which residues were hidden; log_frequencies: float64 [vocab_size], of residues in training.
     """
 
     results: dict[str, float]
     proteins: dict[str, np.ndarray]
     questions: str
+    log_frequencies: np.ndarray
 
 
 class Baselines:
@@ -126,7 +127,8 @@ class Baselines:
                     f"{prefix}_{name}_perplexity{of}": math.exp(loss / number),
                 }
         of_proteins = dict(zip(("unigram", "neighbours"), total(proteins), strict=True))
-        return BaselineLosses(results, of_proteins, hash_of_questions(total(hashes).view(np.uint64)))
+        questions = hash_of_questions(total(hashes).view(np.uint64))
+        return BaselineLosses(results, of_proteins, questions, self.neighbours.log_frequencies)
 
 
 def of_all(world: World, values: np.ndarray) -> np.ndarray:

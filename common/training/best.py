@@ -26,7 +26,7 @@ from common.training.trainer_state import RunPlan, TrainerState
 logger = logging.getLogger(__name__)
 
 DOWNSTREAM = re.compile(r"eval_(contacts|mutations|probe)_.+")
-LOSSES = re.compile(r"(.*_)?(loss|perplexity)(_(masked|kept|random)(_with_homologs)?)?")  # less is better
+LOSSES = re.compile(r"(.*_)?(loss|perplexity|nelbo)(_(masked|kept|random)(_with_homologs)?)?")  # less is better
 
 
 class Best:

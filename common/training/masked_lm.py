@@ -72,6 +72,8 @@ class TrainArguments(RunArguments):
             extra().check_sets(self.data, self.family)
         if self.data.chains:
             extra().chains().chain_tokens(self.family, self.data.chains)
+        if self.data.objective == "mdlm":
+            extra().check_diffusion(self.data)
 
 
 def open_proteins(task: Task[Any, Any], tokens: TokenSet, evaluates: bool) -> tuple[ProteinData, dict[str, str]]:
@@ -101,6 +103,10 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         self._homologs = None
         if flags.data.set_tokens is not None:
             self._homologs, self.metrics = extra().with_homologs(self), (*self.metrics, "loss_masked_with_homologs")
+        self._bound, is_diffusion = None, flags.data.objective == "mdlm"
+        if is_diffusion or flags.data.eval_nelbo:
+            self._bound = extra().held_out_bound(self)
+            self.metrics = ("nelbo", *self.metrics) if is_diffusion else (*self.metrics, "nelbo")
 
     def open(self, evaluates: bool) -> None:
         self.data, self.held_out = open_proteins(self, self.tokens, evaluates)
@@ -140,7 +146,17 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
             if (of_sets := self._homologs.evaluate(model, split, prefix, step, losses)) is None:
                 return Evaluation({})
             results |= of_sets
+        if self._bound is not None:
+            if (bound := self._bound.evaluate(model, store, prefix, step, clusters, beside.log_frequencies)) is None:
+                return Evaluation({})
+            results |= bound
         return Evaluation(results | beside.results | below(losses, beside, prefix), losses)
+
+    def flops(self, counts: StepCounts) -> float:
+        if self.flags.data.objective == "mdlm":
+            share = extra().diffusion_predicted(self.flags.data)
+            counts = counts._replace(num_targets=round(share * counts.num_targets))
+        return super().flops(counts)
 
     def baselines(self, split: str, prefix: str) -> BaselineLosses:
         """Losses on a split of the baselines that the model is compared with; all ranks together."""
@@ -213,13 +229,13 @@ class SelectedSums:
 
     def add(self, output: Any, inputs: dict[str, Any], batch: Batch) -> None:
         """The output has token_losses and token_correct [T]: a model's in eval mode. No synchronisation."""
-        shown, labels, bounds = inputs["input_ids"], inputs["labels"], inputs["cu_seqlens"].long()
+        shown, labels = inputs["input_ids"], inputs["labels"]
         asked = labels >= 0
         masked = self.masked[labels.clamp(min=0)]
         kind = torch.where(shown == masked, 0, torch.where(shown == labels, 1, 2)).masked_fill(~asked, len(SHOWN))
         values = torch.stack([output.token_losses.double(), output.token_correct.double(), asked.double()])
         self.by_shown.index_add_(1, kind, values)
-        add_by_protein(self.by_protein, values[::2] * (kind == 0), bounds, batch["records"])
+        add_by_protein(self.by_protein, values[::2] * (kind == 0), inputs["cu_seqlens"].long(), batch["records"])
 
     def reduced(self, world: World, prefix: str) -> Evaluation:
         """`{prefix}_loss_*` and `{prefix}_*_tokens` for each of `SHOWN`; accuracy and perplexity of the hidden."""

@@ -20,7 +20,7 @@ from common.data.training_data import TrainingData
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.models.layers.backend import BACKENDS, KEPT_ON_RESUME
-from common.training.same_run import check_same_data, check_same_model, check_same_start
+from common.training.same_run import check_same_data, check_same_model, check_same_objective, check_same_start
 from common.training.trainer_state import TrainerState
 
 
@@ -43,12 +43,16 @@ class ResumePlan:
         saved = self.state.arguments
         return {k: str(saved.get(k)) for k in KEPT_ON_RESUME} if saved.get("backend") in BACKENDS else {}
 
-    def check(self, fingerprint: dict, data: TrainingData, weights: str | None, optim: str, output_dir: str) -> None:
-        """UserError if the checkpoint is of another model, data, initial weights or optimiser. No collective.
+    def check(
+        self, fingerprint: dict, data: TrainingData, weights: str | None, optim: str, output_dir: str, objective: str
+    ) -> None:
+        """UserError if the checkpoint is of another model, data, initial weights, optimiser or objective. No
+        collective.
 
-        fingerprint: of the model; the others: of the run, --model_name_or_path, --optim, --output_dir.
+        fingerprint: of the model; the others: of the run, --model_name_or_path, --optim, --output_dir, --objective.
         """
         if self.checkpoint is not None:
+            check_same_objective(self.state.arguments, objective, output_dir)
             check_same_model(self.checkpoint, self.model, fingerprint)
             check_same_start(self.state.arguments, weights, optim, output_dir)
             self.state.enter_extended(data)

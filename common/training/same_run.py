@@ -126,6 +126,15 @@ def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
         )
 
 
+def check_same_objective(saved: dict, objective: str, output_dir: str) -> None:
+    """UserError if the run trains by another --objective. saved: the arguments in the checkpoint."""
+    if (before := saved.get("objective", "mlm")) != objective:
+        raise UserError(
+            f"--objective {objective}: the run in {output_dir} trains by {before}, and its losses would not compare: "
+            f"give --objective {before}, or start a new run from its final_model/ with --model_name_or_path"
+        )
+
+
 def check_same_start(saved: dict, weights: str | None, optim: str, output_dir: str) -> None:
     """UserError if --model_name_or_path names other weights than the run started from, which would be ignored, or
     --optim another optimiser, whose state the checkpoint does not have.

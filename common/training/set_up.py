@@ -115,6 +115,7 @@ def set_up(
             weights=args.model.model_name_or_path,
             optim=args.optimizer.optim,
             output_dir=args.checkpoint.output_dir,
+            objective=flat(args).get("objective", "mlm"),
         )
     if resume.checkpoint is not None:
         checkpointer.load(resume.checkpoint)

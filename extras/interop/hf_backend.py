@@ -29,7 +29,7 @@ from common.distributed.world import World
 from common.models.esm2.alphabet import PAD
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.convert import ADAPTER
-from common.models.esm2.model import TRAIN_MASK_RATIO, Esm2ForMaskedLM, Esm2Output
+from common.models.esm2.model import TRAIN_MASK_RATIO, Esm2ForMaskedLM, Esm2Output, weighted_loss
 from common.models.layers.recompute import RecomputeFlags
 
 
@@ -100,6 +100,7 @@ class StockEsm(Esm2ForMaskedLM):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        weights: Tensor | None = None,
         mask_ratio: float = TRAIN_MASK_RATIO,
         **unused: Any,
     ) -> Esm2Output:
@@ -118,12 +119,14 @@ class StockEsm(Esm2ForMaskedLM):
             attention_mask = input_ids.new_zeros(shape).index_put(where, input_ids.new_ones(()))
             input_ids = input_ids.new_full(shape, PAD).index_put(where, input_ids)
             labels = labels if labels is None else labels.new_full(shape, IGNORE).index_put(where, labels)
+            weights = weights if weights is None else weights.new_zeros(shape).index_put(where, weights)
         weights = self._weights() | self._constants(input_ids.device)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         logits = functional_call(self._stock[0], weights, kwargs=inputs, tie_weights=True).logits.float()  # [B, S, 33]
         if labels is None:
             return Esm2Output(logits=logits if where is None else logits[where])
-        loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        of_tokens = None if weights is None else weights.flatten()
+        loss_sum = weighted_loss(logits.flatten(0, 1), labels.flatten(), of_tokens)
         is_correct, token_losses = logits.argmax(-1) == labels, None
         if not self.training:
             token_losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")

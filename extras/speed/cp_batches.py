@@ -76,7 +76,7 @@ class SlicingCollator:
         tokens = max(1, len(positions))
 
         def slice_of(values: Tensor, filler: int) -> Tensor:
-            sliced = np.full(tokens, filler, dtype=np.int64)
+            sliced = np.full(tokens, filler, dtype=values.numpy().dtype)
             sliced[: len(real)][real] = values.numpy()[places]
             return torch.from_numpy(sliced)
 
@@ -103,6 +103,9 @@ class SlicingCollator:
         }
         if "predicted" in batch:
             sliced["predicted"] = predicted_positions(labels)
+        if "weights" in batch:
+            sliced["weights"] = slice_of(batch["weights"], 0)
+            sliced["num_targets"] = int(sliced["weights"].count_nonzero())
         of_whole: Any = {name: batch.get(name) for name in ("mask_ratio", "source", "records") if name in batch}
         return sliced | of_whole
 

@@ -179,7 +179,12 @@ class EncoderFamily(BackendFamily):
         check_no_dropout(config, str(name))
         if args.data.chains:
             config.others[CHAINS] = args.data.chains
-        return config, None
+        if args.data.objective != "mdlm" or not config.token_dropout:
+            return config, None
+        remark = "Token dropout: off, as --objective mdlm masks at all rates"
+        if flags.model_name_or_path:
+            remark += "; these weights were trained with it: the loss is high at first"
+        return replace(config, token_dropout=False), remark
 
     def heads(self, config: Any) -> Heads:
         heads = config.num_attention_heads
@@ -223,7 +228,8 @@ class Esm2(EncoderFamily):
             name = args.model.config_name or args.model.model_name_or_path
             given = f"--alphabet {asked}" if asked else f"--dataset_dir {args.data.dataset_dir}"
             raise UserError(f"{name}: a model of the alphabet {config.tokens.name}, and {given} is {wanted.name}")
-        return config.in_alphabet(wanted), f"Alphabet: {wanted.name}, {wanted.vocab_size} tokens"
+        remarks = (f"Alphabet: {wanted.name}, {wanted.vocab_size} tokens", remark)
+        return config.in_alphabet(wanted), ". ".join(filter(None, remarks))
 
     def check_flags(self, flags: ModelFlags) -> None:
         if flags.tokenizer_name:

@@ -46,6 +46,14 @@ def padded(vocab_size: int) -> int:
     return -(-vocab_size // PADDED_VOCAB) * PADDED_VOCAB
 
 
+def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Cross-entropy in nats, summed over the rows [P, tokens] whose target is not -100, each times its weight [P].
+    Weights of 1 change no bit of it, nor of its gradient."""
+    if weights is None:
+        return F.cross_entropy(logits, targets, reduction="sum")
+    return F.nll_loss(F.log_softmax(logits, -1) * weights[:, None], targets, reduction="sum")
+
+
 class Embeddings(nn.Module):
     """residual: dtype of the residual stream under autocast."""
 
@@ -177,6 +185,7 @@ class Esm2ForMaskedLM(Model):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         predicted: Tensor | None = None,
+        weights: Tensor | None = None,
         mask_ratio: float = TRAIN_MASK_RATIO,
         output_hidden: bool = False,
         cp_pack: Any = None,
@@ -192,8 +201,8 @@ class Esm2ForMaskedLM(Model):
 
         labels: of the shape of `input_ids`, -100 where nothing is predicted; the LM head runs on the labelled
         positions only. predicted: those positions (`predicted_positions`), without which the model synchronises with
-        the device to count them. mask_ratio: the expected fraction of `<mask>`, which token dropout compensates: of
-        this step in training, ESM-2's elsewhere.
+        the device to count them. weights: fp32 [T], of the tokens' losses in `loss_sum`; None: 1. mask_ratio: the
+        expected fraction of `<mask>`, which token dropout compensates: of this step in training, ESM-2's elsewhere.
         Padding may be on either side, but not inside a sequence.
         """
         shape, unpadded = input_ids.shape, None
@@ -223,13 +232,13 @@ class Esm2ForMaskedLM(Model):
                 predicted = predicted_positions(labels)
             is_filler = predicted < 0
             targets = labels[predicted].masked_fill(is_filler, -100)  # whose loss is ignored
-            logits = self.lm_head(hidden[predicted.masked_fill(is_filler, 0)], embedding)
-            loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+            places = predicted.masked_fill(is_filler, 0)
+            logits = self.lm_head(hidden[places], embedding)
+            loss_sum = weighted_loss(logits, targets, None if weights is None else weights[places])
             is_correct = logits.argmax(-1) == targets
             token_losses = token_correct = None
             if not self.training:
                 losses = F.cross_entropy(logits, targets, reduction="none")
-                places = predicted.masked_fill(is_filler, 0)
                 token_losses = losses.new_zeros(tokens).index_add(0, places, losses)
                 token_correct = losses.new_zeros(tokens).index_add(0, places, is_correct.to(losses.dtype)).bool()
             return Esm2Output(

@@ -22,9 +22,9 @@ from common.software import software
 FLAGS = (
     *("max_steps", "optim", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "max_seq_length"),
     *("tokens_per_pack", "tokens_per_step", "gradient_accumulation_steps", "mlm_probability", "mlm_probability_end"),
-    *("seed", "bf16", "fp8", "fp4"),
+    *("objective", "seed", "bf16", "fp8", "fp4"),
 )
-OPTIMISERS = ("adamw_torch_fused", "muon")
+WORDS = {"optim": ("adamw_torch_fused", "muon"), "objective": ("mdlm",)}
 SPLITS = {"eval": "validation", "test": "test"}
 LICENSE = "unknown"  # an identifier of the Hub's
 
@@ -202,5 +202,5 @@ def _hidden(results: Mapping[str, Any], prefix: str) -> str:
 def shown_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in FLAGS:
         value = flags.get(name)
-        if type(value) in (bool, int, float) or (name == "optim" and value in OPTIMISERS):
+        if type(value) in (bool, int, float) or value in WORDS.get(name, ()):
             yield f"`--{name}`", f"{value}"
