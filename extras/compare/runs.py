@@ -85,6 +85,11 @@ class Run:
         return f"{self.last.get('eval_samples', 0):,} held-out {kind}, {number:,} {what}"
 
     @property
+    def objective(self) -> str:
+        """What it was trained by; "" of a decoder, or before a first checkpoint."""
+        return self.state.get("arguments", {}).get("objective", "mlm" if self.state and not self.is_decoder else "")
+
+    @property
     def seed(self) -> int | None:
         return self.state.get("arguments", {}).get("seed")
 
@@ -208,6 +213,11 @@ def check_same_questions(runs: Sequence[Run]) -> None:
             masked, causal = (first, run) if run.is_decoder else (run, first)
             raise UserError(
                 f"{masked.path} predicts masked residues, {causal.path} next tokens: their losses do not compare"
+            )
+        if run.objective != first.objective and run.objective and first.objective:
+            raise UserError(
+                f"{first.path} was trained by {first.objective}, {run.path} by {run.objective}: their losses do not "
+                "compare, but their eval_nelbo does (key eval_nelbo of a file of flags, with --do_eval)"
             )
     with_hash = {run.path: f"{run.asked}, hash {run.losses.questions[:12]}" for run in runs if run.losses is not None}
     for asked in ({run.path: run.asked for run in runs}, with_hash):  # a run that is not finished has no hash
