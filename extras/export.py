@@ -99,13 +99,14 @@ def _family(checkpoint: Path) -> Family:
     manifest = files.read_manifest(checkpoint)
     model_type = manifest.model.get("model_type")
     family = family_of(model_type if isinstance(model_type, str) and model_type in families() else "esm")
+    alphabet = _alphabet(checkpoint, family) if CONFIG in manifest.files else family.alphabet
+    if family.task == "mlm" and manifest.model.get("alphabet") != alphabet:
+        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
     if CONFIG not in manifest.files:
         raise UserError(
             f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
             f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
         )
-    if family.task == "mlm" and manifest.model.get("alphabet") != _alphabet(checkpoint, family):
-        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
     return family
 
 

@@ -108,13 +108,13 @@ class Esm2Config(ConfigBase):
         return replace(self, **ids, alphabet=json.loads(tokens.declared) if tokens.declared else None)
 
     def check(self, where: str) -> None:
+        super().check(where)
         tokens = self.tokens
         ids = {"vocab_size": tokens.vocab_size, "pad_token_id": tokens.pad, "mask_token_id": tokens.mask}
         for name, needed in ids.items():
             if (stated := getattr(self, name)) != needed:
                 known = "" if self.alphabet else " (another alphabet needs a vocab.txt beside config.json)"
                 raise UserError(f"{where}: {name} is {shorten(stated)}, {self.described} {needed}{known}")
-        super().check(where)
         if self.max_position_embeddings > MOST_POSITIONS:
             raise UserError(
                 f"{where}: max_position_embeddings is {self.max_position_embeddings}: an export has an embedding for "
