@@ -20,7 +20,6 @@ from common.files.content_hash import content_hash
 from common.flags import Missing, flag
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
-from extras.after.inference.chains import named_chains, of_chains
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
 from extras.after.inference.encoder import (
     Encoder,
@@ -36,7 +35,6 @@ from extras.after.inference.encoder import (
     is_made,
     look_through,
     part_path,
-    pooled,
     table,
     write_part,
 )
@@ -50,7 +48,6 @@ LATER_SETTINGS = ("pooling", "repr_layers")  # recorded if they are not the defa
 POOLINGS = ("mean", "cls", "max")
 LAST = -1  # layer
 OUTPUT = "embeddings"  # directory in --output_dir
-CHAINED_RECORDS = 64  # whose embeddings of residues are in memory at a time
 INPUT = "input"  # in the journal: counts of the input
 
 
@@ -170,21 +167,6 @@ def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: di
     return encoder, totals
 
 
-def embed_chains(
-    encoder: Encoder, proteins: list[Protein], done: Progress, pooling: str | None, layers: Sequence[int]
-) -> list[Tensor]:
-    """As `embed`, of each chain of the records in turn; all see the others. "cls" is the record's."""
-    found: list[Tensor] = []
-    for part in in_parts(proteins, CHAINED_RECORDS):
-        way = pooling if pooling == "cls" else None
-        for (_, text), of_record in zip(part, embed(encoder, part, done, way, layers), strict=True):
-            if pooling == "cls":
-                found += [of_record] * len(named_chains("", text))
-            else:
-                found += [pooled(of_chain, pooling) for of_chain in of_chains(text, of_record)]
-    return found
-
-
 def embed_part(
     encoder: Encoder,
     part: list[Protein],
@@ -195,6 +177,8 @@ def embed_part(
 ) -> list[Tensor]:
     """`embed`; with contexts the mean over those of each protein. `embed_chains` of a model that reads several."""
     if encoder.alphabet.chains:
+        from extras.after.inference.chain_embeddings import embed_chains
+
         return embed_chains(encoder, part, done, pooling, layers)
     if contexts is None:
         return embed(encoder, part, done, pooling, layers)
@@ -208,6 +192,15 @@ def embed_part(
         each = [embed(encoder, [(name, text)], share, pooling, layers, context)[0] for context in read]
         embedded.append(torch.stack(each).mean(0))
     return embedded
+
+
+def rows_of(part: list[Protein], encoder: Encoder) -> list[Protein]:
+    """What gets a row each: the proteins, or their chains where the model reads several a record."""
+    if not encoder.alphabet.chains:
+        return part
+    from extras.after.inference.chains import named_chains
+
+    return [chain for protein in part for chain in named_chains(*protein)]
 
 
 def make_parts(
@@ -225,7 +218,7 @@ def make_parts(
 
         proteins, width = proteins_of(args.fasta, args.proteins, encoder.alphabet), encoder.alphabet.width
         for number, part in enumerate(in_parts(proteins, args.proteins_per_part)):
-            rows = [chain for protein in part for chain in named_chains(*protein)]
+            rows = rows_of(part, encoder)
             path = part_path(directory, number)
             residues += sum(len(text) // width for _, text in part)
             if number % world.size == world.rank and not is_made(path, rows, facts):

@@ -170,6 +170,25 @@ def test_a_run_resumes_bit_identically(complexes, run, tmp_path):
     assert "chains" in said
 
 
+@pytest.mark.parametrize("model", ["biohub/ESMC-300M-hf", "chandar-lab/AMPLIFY_120M"])
+def test_other_families_train_on_chains(complexes, tmp_path, model):
+    sizes = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_size=64"
+    flags = RUN | {"config_name": model, "config_overrides": sizes, "max_steps": 2, "save_steps": 2}
+    train(complexes, tmp_path, do_eval=True, **flags)
+    encoder = Encoder(EncoderFlags(str(tmp_path), use_cpu=True))
+    assert encoder.alphabet.chains == "linker"
+    assert len(encoder.alphabet.encode("MK:AG")) == 4 + LINKER + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_ddp_cp.py"])
+def test_two_ranks_are_one(complexes, run, tmp_path, script):
+    out, between = run
+    flags = {"cp_size": 2} if script == "train_ddp_cp.py" else {}
+    train(complexes, tmp_path, 2, script=script, **RUN | {"chains": between} | flags)
+    assert losses(tmp_path) == pytest.approx(losses(out), rel=1e-5)
+
+
 def test_stock_transformers_computes_the_same_of_an_export(run):
     """Its tokenizer knows `<null_1>`; a linker is 25 glycines to both."""
     out, between = run
