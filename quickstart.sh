@@ -8,6 +8,7 @@
 #   ./quickstart.sh --dataset DIR            parquet, Arrow, CSV, TSV, JSON lines or FASTA; or a Hub dataset (OWNER/NAME)
 #   ./quickstart.sh --source URL             proteins from the web, say UniRef50 (13.6 GB)
 #   ./quickstart.sh --text my.txt            a small Llama on a text instead, which ends in a sample of what it writes
+#   ./quickstart.sh --fasta my.fasta --generate   and new proteins by the trained model at the end
 #   ./quickstart.sh --steps 2000             train for longer (default: what takes a minute or two here; ends there)
 #   ./quickstart.sh --output DIR             where it all goes (default: quickstart/<name of the proteins>)
 set -euo pipefail
@@ -35,7 +36,7 @@ tick() {
 ticking="" said="" began=0
 trap quiet EXIT
 
-source_="" dataset="" text="" output="" budget=()
+source_="" dataset="" text="" output="" generate="" budget=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --fasta | --dataset | --source | --text | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
@@ -52,6 +53,7 @@ while [ $# -gt 0 ]; do
     --source) source_=$2; shift 2 ;;
     --text) text=$(from_here "$2"); [ -f "$text" ] || fail "--text $2: no such file"; shift 2 ;;
     --steps) [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "--steps $2: a number of steps"; budget=(--max_steps "$2" --stop_after_minutes 0); shift 2 ;;
+    --generate) generate=yes; shift ;;
     --output) output=$(from_here "$2"); shift 2 ;;
     -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' "$script"; exit 0 ;;
     *) fail "unknown argument $1 (see ./quickstart.sh --help)" ;;
@@ -59,6 +61,7 @@ while [ $# -gt 0 ]; do
 done
 [ -z "$source_$dataset" ] || [ -z "$text" ] || fail "--text: proteins and a text need a run each"
 [ -z "$source_" ] || [ -z "$dataset" ] || fail "--dataset and --fasta or --source: give one of them"
+[ -z "$generate" ] || [ -z "$text" ] || fail "--generate: of proteins; --text ends in a sample anyway"
 name=$(basename "${text:-${dataset:-${source_:-sample}}}")
 output=${output:-quickstart/${name%%.*}}
 mkdir -p "$output"
@@ -121,10 +124,13 @@ $python 1.tokenize_uniref_csv.py "${input[@]}" --output_dir "$output/processed" 
   --validation_size 0.05 --test_size 0.05
 
 say "4/5 Training (and evaluating before, during and after)"
+masks=(--mlm_probability 0.25)
+# Generation begins at masks alone, at which token dropout would scale up what is left.
+[ -z "$generate" ] || masks=(--mlm_probability 0.5 --config_overrides token_dropout=false)
 run=$output/run.json  # kept once written: a restart resumes with the same settings
 [ -f "$run" ] || $python -m extras.plan.quickstart_tuning --flags_file "$run" --seconds $seconds \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
-  --max_seq_length 512 --tokens_per_pack 4096 --optim muon --learning_rate 2e-3 --mlm_probability 0.25 --logging_steps 10 \
+  --max_seq_length 512 --tokens_per_pack 4096 --optim muon --learning_rate 2e-3 "${masks[@]}" --logging_steps 10 \
   --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500 \
   --stop_after_minutes $minutes --save_final_model True "${contacts[@]}"
 "${launch[@]}" train_ddp.py "$run" "${budget[@]}"
@@ -136,6 +142,13 @@ if [ -d "$structures" ] && [ -d "$output/model/final_model" ]; then
   $python contacts.py --model_name_or_path "$output/model/final_model" --structures "$structures" \
     --output_dir "$output/contacts" --maps 3 --overwrite
   printf 'maps    %s\n' "$output"/contacts/*.png
+fi
+if [ -n "$generate" ] && [ -d "$output/model/final_model" ]; then
+  say "New proteins: 20, of lengths as in training"
+  $python generate.py --model_name_or_path "$output/model/final_model" --length_from "$output/processed/arrow" \
+    --num_samples 20 --steps 50 --output "$output/generated.fasta" --overwrite
+  $python -m extras.after.generation.known "$output/generated.fasta" "$output/processed/arrow"
+  printf 'written      %s\n' "$output/generated.fasta"
 fi
 quiet
 cat <<EOF

@@ -37,7 +37,7 @@ from extras.after.generation.unmask import Schedule
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.prepare.synthetic_structures import COUPLED, RESIDUES, PottsFamily, letters, row_states
 
-TRAINING, BATCH, PEAK, HELD_OUT = 20_000, 32, 3e-3, 500
+TRAINING, BATCH, PEAK, HELD_OUT = 20_000, 32, 3e-3, 200
 SCHEDULES = {
     "one at a time": Schedule(),
     "ancestral, 20 steps": Schedule(steps=20),
@@ -93,7 +93,7 @@ def train(directory: Path, members: np.ndarray, steps: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 250 == 0 or step == steps - 1:
+        if step % 100 == 0 or step == steps - 1:
             say(f"step {step}: {loss.item():.4f} nats a residue")
     adapter = family_of("esm").adapter
     adapter.save(adapter.to_hf(model.state_dict().__getitem__, config), config, directory)

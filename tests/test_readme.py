@@ -65,13 +65,18 @@ def test_quickstart_trains_and_resumes(checkout, tmp_path):
     """Run for real on a few proteins, from elsewhere; the second run finds all done and ends on the same table."""
     (tmp_path / "my.fasta").symlink_to(checkout / "my_proteins.fasta")
     script = checkout / "quickstart_small.sh"
-    script.write_text((ROOT / "quickstart.sh").read_text().replace("--tokens_per_pack 4096", "--tokens_per_pack 512"))
+    whole = (ROOT / "quickstart.sh").read_text()
+    script.write_text(whole.replace("_pack 4096", "_pack 512").replace("20 --steps 50", "20 --steps 2"))
     command = f"bash {script} --fasta my.fasta --steps 2 --output out"
-    first = sh(command, tmp_path)
+    first = sh(f"{command} --generate", tmp_path)
     assert first.returncode == 0, first.stderr[-2000:]
     assert alarming(first) == []
     for expected in ("before training", "unigram predictor", "after training", "tokens/s", "final_model", "Next:"):
         assert expected in first.stdout, first.stdout[-2000:]
+    known = first.stdout[first.stdout.index("== New proteins") :]
+    for expected in ("proteins     20, 20 different", "nats a residue", "composition", "nearest", "generated.fasta"):
+        assert expected in known, known
+    assert (tmp_path / "out" / "generated.fasta").read_text().count(">") == 20
     chosen = (tmp_path / "out" / "run.json").stat()
     again = sh(command, tmp_path)
     assert again.returncode == 0, again.stderr[-2000:]
@@ -121,6 +126,7 @@ def test_quickstart_with_a_text_ends_in_a_sample(checkout, tmp_path):
         ("--dataset . --fasta README.md", "give one of them"),
         ("--steps many", "a number of steps"),
         ("--steps", "needs a value"),
+        ("--text README.md --generate", "--generate: of proteins"),
         ("--frobnicate", "unknown argument"),
     ],
 )

@@ -118,8 +118,8 @@ def count_relatives(arrow: Path, splits: Sequence[str], identity: float, scratch
     alphabet = recorded_alphabet(arrow) or ESM2_TOKENS
     stores = {split: open_split(arrow, split, alphabet) for split in ("train", *splits)}
     samples = {split: _sample(len(stores[split])) for split in splits}
-    held_out = [text for split, records in samples.items() for text in _proteins(stores[split], records)]
-    training = _proteins(stores["train"], range(len(stores["train"])))
+    held_out = [text for split, records in samples.items() for text in stored_proteins(stores[split], records)]
+    training = stored_proteins(stores["train"], range(len(stores["train"])))
     related = relatives(held_out, training, identity, scratch, threads)
     shutil.rmtree(scratch)
     counts: dict = {"by": related.by, "identity": identity, "coverage": COVERAGE}
@@ -146,7 +146,7 @@ def _sample(records: int) -> np.ndarray:
     return np.sort(np.random.default_rng(0).choice(records, min(records, SAMPLE), replace=False))
 
 
-def _proteins(store: TokenStore, records: range | np.ndarray) -> Iterator[str]:
+def stored_proteins(store: TokenStore, records: range | np.ndarray) -> Iterator[str]:
     """The residues of these records, as they are trained on."""
     letters = store.tokens.amino_acids
     letters = np.where(letters == 0, ord("X"), letters).astype(np.uint8)

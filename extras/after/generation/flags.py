@@ -70,7 +70,9 @@ class UnmaskFlags(Group):
         choices=get_args(Unmask),
     )
     length: int | None = flag(None, "Residues of each protein.")
-    length_from: str | None = flag(None, "A FASTA file: each protein gets the length of a random record of it.")
+    length_from: str | None = flag(
+        None, "A FASTA file, or processed/arrow of step 1: each protein has the length of a random record of it."
+    )
     fasta: str | None = flag(None, "Templates: each X is generated, the other residues stay.")
     fix: str | None = flag(None, "Residues of the templates that stay, say 10-45,60; the others are generated.")
     steps: int | None = flag(None, "Steps from all masks to none. Default: one for each residue, exact.")
@@ -89,7 +91,8 @@ class UnmaskFlags(Group):
         if self.fix is not None and self.fasta is None:
             raise UserError(f"--fix {self.fix}: of which protein? Give it as --fasta")
         for name in ("length_from", "fasta"):
-            if (value := getattr(self, name)) is not None and not Path(value).is_file():
+            value = getattr(self, name)
+            if value is not None and not (Path(value).exists() if name == "length_from" else Path(value).is_file()):
                 raise UserError(f"--{name} {value}: no such file")
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from common.cli import UserError
 from common.data.counter_rng import derive_key, hash_counters, scale
+from common.data.token_store import open_split
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.after.generation.draws import LENGTH
 from extras.after.generation.flags import UnmaskFlags
 from extras.prepare.sources.proteins import ProteinFlags, proteins_of, read_residues
@@ -46,7 +49,11 @@ def _lengths(flags: UnmaskFlags, proteins: ProteinFlags, samples: int, seed: int
         assert flags.length is not None
         _check_length(flags.length, most, f"--length {flags.length}")
         return [flags.length] * samples
-    known = np.array([len(residues) for _, residues in proteins_of(flags.length_from, proteins)])
+    if Path(flags.length_from).is_dir():
+        store = open_split(flags.length_from, "train", ESM2_TOKENS)
+        known = store.lengths(np.arange(len(store))) - ESM2_TOKENS.num_special
+    else:
+        known = np.array([len(residues) for _, residues in proteins_of(flags.length_from, proteins)])
     is_read = known <= most
     if not is_read.any():
         raise UserError(f"--length_from {flags.length_from}: no protein of at most {most:,} residues")
