@@ -60,9 +60,12 @@ def known(fasta: Path, arrow: Path) -> list[str]:
     if nearest is None:
         return [*lines, "nearest      not known: needs MMseqs2, which is not installed"]
     found = nearest > 0
-    mean = f"; identity {100 * nearest[found].mean():.0f} % in their mean, at most {100 * nearest.max():.0f} %"
-    number = f"{found.sum():,} of {len(nearest):,} have a training protein near them (MMseqs2)"
-    return [*lines, f"nearest      {number}{mean if found.any() else ''}"]
+    lines.append(f"nearest      {found.sum():,} of {len(nearest):,} have a training protein near them (MMseqs2)")
+    if found.any():
+        lines[-1] += (
+            f"; identity {100 * nearest[found].mean():.0f} % in their mean, at most {100 * nearest.max():.0f} %"
+        )
+    return lines
 
 
 def main() -> None:
