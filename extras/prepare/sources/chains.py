@@ -162,7 +162,7 @@ class LinkedStore(TokenStore):
 class LinkedBatches:
     """Batches of a `collator` of masked language modelling, with linkers where records have them.
 
-    The collator masks packs with one token between chains; then come the glycines. So what is asked does not depend
+    The collator masks packs with one token between chains; then come the glycines. So the residues asked do not depend
     on what stands there.
     """
 
