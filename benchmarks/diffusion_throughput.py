@@ -2,8 +2,8 @@
 
     python -m benchmarks.diffusion_throughput [--output benchmarks/results/diffusion_throughput_cpu.md]
 
-Collating, forward and backward pass and AdamW's step, fp32, one thread, of models as train_ddp.py makes them. CPU time;
-each pack is trained on by both objectives in turn. The ratio is the median over the pairs, with the quartiles.
+Whole training steps, collating included, fp32, one thread, of models as train_ddp.py makes them. Each pack
+is trained on by both objectives in turn, in CPU time. The ratio is the median over the pairs, with the quartiles.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
         lines.append(f"| {OBJECTIVES[objective]} | {speed:,.0f} | {share:.1%} | {flops:.4f} |")
     lines += [
         "",
-        f"Tokens/s of diffusion, of masked language modelling's: {ratio:.3f} (quartiles {low:.3f}, {high:.3f}).",
+        f"Tokens/s, of masked language modelling's: {ratio:.3f} (quartiles {low:.3f}, {high:.3f}).",
     ]
     publish("\n".join([*lines, "", *where_measured("benchmarks.diffusion_throughput", "torch")]), args.output)
 
