@@ -93,23 +93,6 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
             )
         ),
         (
-            "complexes.csv: between_p_at_l",
-            "fraction",
-            "pairs of chains that touch: of the L likeliest pairs between them, those in contact; L of the shorter",
-            "`between_chance`",
-            NONE,
-        ),
-        ("complexes.csv: between_p_at_l2, between_p_at_l5", "fraction", "L/2, L/5", "`between_chance`", NONE),
-        ("complexes.csv: between_chance", "fraction", "all pairs between such chains", NONE, NONE),
-        ("complexes.csv: within_<name>", "fraction", "the chains of the complex, all in view", "as of a chain", NONE),
-        (
-            "results.json: of_complexes.<name>",
-            "fraction",
-            "mean over complexes; with `<name>_stderr`",
-            "as of a complex",
-            "complexes; relatives count as independent",
-        ),
-        (
             "results.json: <range>_<name>_stderr",
             "fraction",
             "standard deviation between chains over the root of their number",
