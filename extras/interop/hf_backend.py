@@ -120,9 +120,9 @@ class StockEsm(Esm2ForMaskedLM):
             input_ids = input_ids.new_full(shape, PAD).index_put(where, input_ids)
             labels = labels if labels is None else labels.new_full(shape, IGNORE).index_put(where, labels)
             weights = weights if weights is None else weights.new_zeros(shape).index_put(where, weights)
-        weights = self._weights() | self._constants(input_ids.device)
+        tensors = self._weights() | self._constants(input_ids.device)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        logits = functional_call(self._stock[0], weights, kwargs=inputs, tie_weights=True).logits.float()  # [B, S, 33]
+        logits = functional_call(self._stock[0], tensors, kwargs=inputs, tie_weights=True).logits.float()  # [B, S, 33]
         if labels is None:
             return Esm2Output(logits=logits if where is None else logits[where])
         of_tokens = None if weights is None else weights.flatten()
