@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.data import TokenSet
+from common.hooks import extra
 
 ESM2 = "esm2"  # the name of ESM-2's, in which data without a record of their alphabet are prepared
+ALPHABET = "alphabet.json"  # beside the splits: what declares their alphabet, if that is not ESM-2's
 LARGEST_TABLE = 1 << 24  # entries, of letters that stand side by side
 
 
@@ -183,3 +187,15 @@ class Alphabet(TokenSet):
             is_residue[positions] = False
         ids[is_residue] = self.ids_of(characters)
         return ids, out_offsets
+
+
+def recorded_alphabet(directory: str | Path) -> Alphabet | None:
+    """The alphabet of the splits in a directory; None for ESM-2's, of which there is no record."""
+    file = Path(directory) / ALPHABET
+    if not file.is_file():
+        return None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({one_line(error)}): tokenise again") from error
+    return extra().alphabet(record, str(file))

@@ -22,11 +22,10 @@ import pyarrow as pa
 
 from common.cli import UserError, one_line
 from common.data import TokenSet
-from common.data.alphabet import ESM2, Alphabet
+from common.data.alphabet import ESM2, Alphabet, recorded_alphabet
 from common.hooks import extra
 
 COLUMN = "input_ids"
-ALPHABET = "alphabet.json"  # beside the splits: what declares their alphabet, if that is not ESM-2's
 
 
 class ArrowLists:
@@ -96,18 +95,6 @@ def split_directory(dataset_dir: str | Path, split: str, step: str) -> Path:
             f"{directory}: no split {split}: it holds {', '.join(_splits(directory)) or 'no split at all'}"
         )
     return directory / split
-
-
-def recorded_alphabet(directory: str | Path) -> Alphabet | None:
-    """The alphabet of the splits in a directory; None for ESM-2's, of which there is no record."""
-    file = Path(directory) / ALPHABET
-    if not file.is_file():
-        return None
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({one_line(error)}): tokenise again") from error
-    return extra().alphabet(record, str(file))
 
 
 def _splits(directory: Path) -> list[str]:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.data.token_store import open_split, recorded_alphabet
+from common.data.alphabet import recorded_alphabet
+from common.data.token_store import open_split
 from common.files.runs import CHECKPOINT
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES

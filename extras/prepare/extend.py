@@ -27,8 +27,9 @@ import pyarrow as pa
 from numpy.lib.format import open_memmap
 
 from common.cli import UserError, log_every, run
+from common.data.alphabet import recorded_alphabet
 from common.data.clusters import DIRECTORY, Clusters
-from common.data.token_store import CHAINS, EXTENDS, recorded_alphabet
+from common.data.token_store import CHAINS, EXTENDS
 from common.files.content_hash import content_hash
 from common.files.safe_files import sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag, parse_arguments

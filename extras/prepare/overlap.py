@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError, log_every, run
-from common.data.token_store import recorded_alphabet
+from common.data.alphabet import recorded_alphabet
 from common.models.esm2.alphabet import PAD
 from extras.command_line import positional
 from extras.prepare.encode import hash_records

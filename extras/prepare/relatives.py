@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cli import UserError, log_every, run
-from common.data.token_store import TokenStore, open_split, recorded_alphabet
+from common.data.alphabet import recorded_alphabet
+from common.data.token_store import TokenStore, open_split
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.command_line import positional
 from extras.prepare.cluster_splits import COVERAGE, PROGRAM, run_mmseqs

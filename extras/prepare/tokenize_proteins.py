@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from common.data.alphabet import Alphabet
-from common.data.token_store import ALPHABET, CHAINS
+from common.data.alphabet import ALPHABET, Alphabet
+from common.data.token_store import CHAINS
 from common.files.safe_files import write_json_flushed
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.prepare.cluster_splits import by_table, cluster_records, publish_indices, split_by_clusters

@@ -15,7 +15,7 @@ import torch
 
 from common.cli import UserError
 from common.data import TokenSet
-from common.data.token_store import recorded_alphabet
+from common.data.alphabet import recorded_alphabet
 from common.distributed.world import World
 from common.flags import Missing, flag
 from common.hooks import extra

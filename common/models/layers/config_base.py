@@ -17,7 +17,9 @@ from common.models.layers.hf_directory import (
     read_config,
 )
 
-CHAINS = "chains"  # a key of ours in config.json, which transformers keeps
+# Keys of ours in config.json, which transformers keeps: what stands between chains; tokens of the longest sets of
+# homologs that the model was trained on.
+CHAINS, TRAINED_SETS = "chains", "trained_set_tokens"
 Config = TypeVar("Config", bound="ConfigBase")
 
 

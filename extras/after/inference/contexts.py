@@ -20,6 +20,7 @@ from common.files.content_hash import combined_hash
 from common.files.safe_files import file_name
 from common.flags import Flags, flag
 from common.models.family import encoder_family, encoders, family_of
+from common.models.layers.config_base import TRAINED_SETS
 from extras.after.inference.encoder import Encoder
 from extras.after.inference.homologs import (
     Homologs,
@@ -29,7 +30,6 @@ from extras.after.inference.homologs import (
     read_homologs,
     read_targets,
 )
-from extras.families.sets.family import TRAINED_SETS
 from extras.prepare.sources.compression import strip_compression
 from extras.prepare.sources.hits import accession
 

@@ -29,11 +29,11 @@ from common.data.packing import BatchPlan
 from common.data.training_data import EVAL_SEED, held_out_masks, rank_batches
 from common.distributed.world import World
 from common.models.family import encoder_family
+from common.models.layers.config_base import TRAINED_SETS
 from common.shape_buckets import predicted_positions
 from common.training.evaluation import held_out_results
 from common.training.masked_lm import MaskedLM, SelectedSums
 from common.training.protein_losses import ProteinLosses, mean_and_error
-from extras.families.sets.family import TRAINED_SETS
 from extras.prepare.sources.copies import shows
 from extras.prepare.sources.sets import SetCollator, SetTokens, pack_sets
 

@@ -9,8 +9,6 @@ from common.distributed.world import World
 from common.models.esm2.family import EncoderFamily, ModelFlags
 from extras.prepare.sources.sets import SetTokens
 
-TRAINED_SETS = "trained_set_tokens"  # in an exported config.json: tokens of the longest sets of its training
-
 
 class SetFamily(EncoderFamily):
     reads_sets = True

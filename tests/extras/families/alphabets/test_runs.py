@@ -15,7 +15,8 @@ import yaml
 from transformers import AutoTokenizer, EsmConfig, EsmForMaskedLM
 
 from common.cli import UserError
-from common.data.token_store import TokenStore, recorded_alphabet
+from common.data.alphabet import recorded_alphabet
+from common.data.token_store import TokenStore
 from common.hooks import extra
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config

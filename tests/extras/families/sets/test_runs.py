@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
+from common.models.layers.config_base import TRAINED_SETS
 from extras.families.sets.evaluation import record_sets
-from extras.families.sets.family import TRAINED_SETS
 from tests.extras import encoder_runs
 from tests.training_fixtures import NUM_TRAIN, losses, train
 
