@@ -125,8 +125,7 @@ $python 1.tokenize_uniref_csv.py "${input[@]}" --output_dir "$output/processed" 
 
 say "4/5 Training (and evaluating before, during and after)"
 masks=(--mlm_probability 0.25)
-# Generation begins at masks alone, at which token dropout would scale up what is left.
-[ -z "$generate" ] || masks=(--mlm_probability 0.5 --config_overrides token_dropout=false)
+[ -z "$generate" ] || masks=(--objective mdlm)  # generation begins at masks alone
 run=$output/run.json  # kept once written: a restart resumes with the same settings
 [ -f "$run" ] || $python -m extras.plan.quickstart_tuning --flags_file "$run" --seconds $seconds \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \

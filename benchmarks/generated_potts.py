@@ -1,12 +1,13 @@
 r"""Samples of a masked diffusion model beside the Potts family that it was trained on.
 
-python -m benchmarks.generated_potts --model OUT [--steps 3000] [--output FILE]
+python -m benchmarks.generated_potts --members members.fasta
+python train_ddp.py --objective mdlm --dataset members.fasta --output_dir out ...
+python -m benchmarks.generated_potts --model out/final_model [--output FILE]
 
-A small ESM-2 without token dropout is trained on members of one family of extras/prepare/synthetic_structures.py, each
-with a mask rate t from U(0, 1) and its loss weighted by 1/t (written out here in a dozen lines), unless OUT exists.
-Then it generates, and the table compares: the held-out bound with the family's entropy, which is the least possible;
-site and pair frequencies with the family's exact ones, as chi-square per degree of freedom, 1 for the family itself;
-the couplings' energy; and the identity to the nearest training member.
+The first command writes members of one family of extras/prepare/synthetic_structures.py. The third lets a model that
+was trained on these generate, and its table compares: the held-out bound with the family's entropy, which is the
+least possible; site and pair frequencies with the family's exact ones, as chi-square per degree of freedom, 1 for the
+family itself; the couplings' energy; and the identity to the nearest training member.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ from benchmarks.measuring import mean_and_error, publish, say, where_measured
 from common.cli import run
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS, MASK
-from common.models.esm2.config import esm2_config
-from common.models.esm2.model import build_model
-from common.models.family import family_of
 from extras.after.generation.draws import Sampling
 from extras.after.generation.encoders import generated
 from extras.after.generation.novelty import nearest_identities
@@ -37,7 +35,7 @@ from extras.after.generation.unmask import Schedule
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.prepare.synthetic_structures import COUPLED, RESIDUES, PottsFamily, letters, row_states
 
-TRAINING, BATCH, PEAK, HELD_OUT = 20_000, 32, 3e-3, 200
+TRAINING, HELD_OUT = 20_000, 200
 SCHEDULES = {
     "one at a time": Schedule(),
     "ancestral, 20 steps": Schedule(steps=20),
@@ -48,15 +46,15 @@ SCHEDULES = {
 
 @dataclass
 class Arguments(Flags):
-    model: str | None = flag(None, "A directory for the model; used again if it is there.")
-    steps: int = flag(3000, "Of training.")
+    model: str | None = flag(None, "The trained model.")
+    members: str | None = flag(None, "Instead: a FASTA file to write, of the members to train on.")
     samples: int = flag(1000, "Of each sampler.")
     seed: int = flag(1, "For another family.")
     output: str | None = flag(None, "A file for the table.")
 
     def missing(self) -> Iterator[Missing]:
-        if not self.model:
-            yield Missing("--model", "a directory for the model", "out/potts")
+        if not self.model and not self.members:
+            yield Missing("--model", "trained on the --members of this script", "out/final_model")
 
 
 def tokens_of(members: np.ndarray) -> torch.Tensor:
@@ -67,7 +65,7 @@ def tokens_of(members: np.ndarray) -> torch.Tensor:
 
 
 def bound(model: Any, ids: torch.Tensor, rates: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Of each protein [n] the negative log-likelihood's bound at its mask rate, nats a residue, with gradients."""
+    """Of each protein [n] the negative log-likelihood's bound at its mask rate, nats a residue."""
     is_residue = F.pad(torch.ones_like(ids[:, 2:], dtype=torch.bool), (1, 1))
     is_masked = is_residue & (torch.rand(ids.shape, generator=generator) < rates[:, None])
     ends = torch.arange(0, ids.numel() + 1, ids.shape[1], dtype=torch.int32)
@@ -75,28 +73,6 @@ def bound(model: Any, ids: torch.Tensor, rates: torch.Tensor, generator: torch.G
     logits = model(shown, cu_seqlens=ends, max_seqlen=ids.shape[1]).logits
     losses = F.cross_entropy(logits, ids.flatten(), reduction="none").view(ids.shape)
     return (losses * is_masked).sum(1) / rates / is_residue.sum(1)
-
-
-def train(directory: Path, members: np.ndarray, steps: int) -> None:
-    config = esm2_config(3, 96, 4)
-    config.token_dropout = False
-    model = build_model(config, seed=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=steps, pct_start=0.05)
-    ids, generator = tokens_of(members), torch.Generator().manual_seed(2)
-    for step in range(steps):
-        chosen = torch.randint(len(ids), (BATCH,), generator=generator)
-        strata = (torch.arange(BATCH) + torch.rand(BATCH, generator=generator)) / BATCH
-        loss = bound(model, ids[chosen], strata.clamp(min=1e-3), generator).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0 or step == steps - 1:
-            say(f"step {step}: {loss.item():.4f} nats a residue")
-    adapter = family_of("esm").adapter
-    adapter.save(adapter.to_hf(model.state_dict().__getitem__, config), config, directory)
 
 
 def held_out_bound(encoder: Encoder, members: np.ndarray) -> tuple[float, float]:
@@ -162,12 +138,14 @@ def sampled(encoder: Encoder, schedule: Schedule, args: Arguments, length: int) 
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    generator, directory = np.random.default_rng(args.seed), Path(str(args.model))
+    generator = np.random.default_rng(args.seed)
     family = PottsFamily.make(generator)
     training, held_out = family.members(TRAINING, generator), family.members(args.samples, generator)
-    if not directory.exists():
-        train(directory, training, args.steps)
-    encoder = Encoder(EncoderFlags(model_name_or_path=str(directory), use_cpu=True))
+    if args.members:
+        records = (f">M{number}\n{letters(member)}\n" for number, member in enumerate(training))
+        Path(args.members).write_text("".join(records))
+        return
+    encoder = Encoder(EncoderFlags(model_name_or_path=str(args.model), use_cpu=True))
     value, error = held_out_bound(encoder, held_out[:HELD_OUT])
     length = held_out.shape[1]
     shuffled = np.stack([generator.permutation(column) for column in held_out.T], 1)

@@ -275,7 +275,7 @@ def scripts_section() -> str:
 
 Numbers in the files that they write; those that they print are among them. `[value, low, high]`: a number with its
 interval. `<range>` as above; `<metric>`: as of `eval_probe_<file>_<metric>`; `<split>`: `validation`, `test`, also
-`train` of counts. `generate.py` writes and prints text alone. More: [after.md](after.md).
+`train` of counts. `generate.py` writes text or FASTA alone. More: [after.md](after.md).
 
 {sections}
 ## Of searches and comparisons
