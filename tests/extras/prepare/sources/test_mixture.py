@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from common.data.flags import DataFlags
+from common.data.flags import DataFlags, ProteinFlags
 from common.data.loader import ALONE
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh
@@ -243,7 +243,7 @@ def test_mixture_refuses_other_tokens(mix, small, tmp_path):
 def test_mixture_flags_contradict():
     for flags, message in (({"dataset_dir": "x"}, "drop x"), ({"dataset": "y"}, "drop y")):
         with pytest.raises(UserError, match=f"--dataset_mix names all training data: {message}"):
-            DataFlags(dataset_mix=["a=x:1"], max_steps=1, **flags).check()
+            ProteinFlags(dataset_mix=["a=x:1"], max_steps=1, **flags).check()
     assert [m.flag for m in DataFlags(dataset_mix=["a=x:1"]).missing()] == ["--max_steps"]
     for key in ({"dataset_mix_stages": ["1:a=1"]}, {"dataset_mix_exponent": 0.5}):
         assert [m.flag for m in DataFlags(dataset_dir="x", **key).missing()] == ["--dataset_mix"]
