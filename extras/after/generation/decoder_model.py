@@ -11,15 +11,7 @@ import torch
 
 from common.cli import UserError, one_line
 from extras.after.generation.flags import GenerateFlags
-from extras.families.decoders.config import TRAINED_CONTEXT, DecoderConfig
-
-
-def context_of(config: DecoderConfig) -> tuple[int, str]:
-    """(tokens of prompt and answer together, why): those that the model was trained on where the run recorded it."""
-    trained, most = config.others.get(TRAINED_CONTEXT), config.max_position_embeddings
-    if type(trained) is int and 0 < trained < most:
-        return trained, f"was trained on contexts of {trained:,}"
-    return most, f"reads {most:,}"
+from extras.families.decoders.config import DecoderConfig
 
 
 @contextmanager
@@ -33,7 +25,10 @@ def opening(args: GenerateFlags) -> Iterator[None]:
 
 
 class Decoder:
-    """A causal model of transformers, on a GPU if there is one. context, reads: as of `context_of`."""
+    """A causal model of transformers, on a GPU if there is one.
+
+    context: tokens of prompt and answer together; reads: why.
+    """
 
     def __init__(self, args: GenerateFlags, directory: Path):
         from transformers import AutoModelForCausalLM
@@ -47,7 +42,9 @@ class Decoder:
         except (OSError, ValueError) as error:
             raise UserError(f"{where}: neither an encoder nor a decoder ({one_line(error)})") from error
         self.config.check(where)
-        self.context, self.reads = context_of(self.config)
+        self.context = self.config.context
+        is_trained = self.context < self.config.max_position_embeddings
+        self.reads = f"was trained on contexts of {self.context:,}" if is_trained else f"reads {self.context:,}"
         self.device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
         with opening(args):
             self.model: Any = AutoModelForCausalLM.from_pretrained(
