@@ -392,7 +392,7 @@ def open_for_model(
     store = open_split(dataset_dir, split, tokens, max_records)
     if store.has_chains and not tokens.chains:
         raise UserError(
-            f"{store.path}: its records may have several chains: say what stands between them: --chains separator or "
-            "--chains linker"
+            f"{store.path}: its records may have several chains: say what an encoder reads between them, --chains "
+            "separator or --chains linker; decoders and sets need a record of each chain"
         )
     return store

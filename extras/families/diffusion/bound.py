@@ -25,7 +25,7 @@ from common.data.collators import Batch
 from common.data.crops import Pack
 from common.data.flags import DataFlags
 from common.data.loader import ProteinStore
-from common.data.training_data import EVAL_SEED, held_out_batches, rank_batches
+from common.data.training_data import EVAL_SEED, held_out_batches, rank_batches, with_linkers
 from common.distributed.world import World
 from common.training.evaluation import held_out_results
 from common.training.masked_lm import add_by_protein
@@ -101,7 +101,7 @@ def protein_bounds(
     def batches() -> Generator[Batch, None, None]:
         filled_to = flags.held_out_tokens if static_shape else 0
         for stratum in range(STRATA):
-            masks, most = StratumCollator(tokens, stratum), (stratum + 1) / STRATA
+            masks, most = with_linkers(StratumCollator(tokens, stratum), tokens), (stratum + 1) / STRATA
             collator = rank_batches(masks, flags, world.mesh, tokens.pad, tokens.mask, filled_to, most)
             yield from held_out_batches(flags, store, collator, world)
 

@@ -24,7 +24,7 @@ from common.data.collators import Batch, Collator, MaskingCollator, MaskRates
 from common.data.counter_rng import MASK_RATE, derive_key, hash_counters
 from common.data.crops import Pack
 from common.data.flags import DataFlags
-from common.data.training_data import rank_batches
+from common.data.training_data import rank_batches, with_linkers
 from common.distributed.world import Mesh
 
 # The times of training are above it, as Sahoo et al.'s: no weight is above 1000, and a thousandth of the integral is
@@ -85,8 +85,8 @@ class DiffusionCollator(MaskingCollator):
 def diffusion_batches(flags: DataFlags, tokens: TokenSet, mesh: Mesh, static_shape: bool = False) -> Collator:
     """The collator of a rank; static_shape: as `masked_batches`."""
     collator = DiffusionCollator(tokens, flags.seed, flags.diffusion_schedule)
-    filled_to = flags.pack_tokens if static_shape else 0
-    return rank_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, collator.schedule.mean_rate + SPARE)
+    filled_to, most = flags.pack_tokens if static_shape else 0, collator.schedule.mean_rate + SPARE
+    return rank_batches(with_linkers(collator, tokens), flags, mesh, tokens.pad, tokens.mask, filled_to, most)
 
 
 def check_flags(flags: DataFlags) -> None:

@@ -14,9 +14,11 @@ from common.cli import UserError
 from common.data.collators import MaskingCollator, MaskRates
 from common.data.crops import Pack
 from common.data.token_store import TokenStore, open_for_model
+from common.distributed.world import World
 from common.models.esm2.alphabet import CHAIN_END, ESM2_TOKENS
 from common.models.family import family_of
 from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.families.diffusion.masking import diffusion_batches
 from extras.prepare.sources.chains import LINKER, LinkedBatches, LinkedStore, chain_tokens
 from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import proteins
@@ -109,6 +111,23 @@ def test_masks_ask_the_same_whatever_stands_between_chains(prepared):
         for end in range(start + 1, offsets[1] + 1, 4):
             crop = Pack(np.array([0]), np.array([start]), np.array([end - start]), 0)
             assert torch.equal(collator(crop, ids[start:end])["labels"], whole[start:end])
+
+
+def test_diffusion_asks_the_same_whatever_stands_between_chains(prepared):
+    """With the same weights, of which linkers have none."""
+    numbers, found, targets = np.arange(len(TEXTS)), [], []
+    for tokens, store in ((SEPARATOR, TokenStore(prepared, SEPARATOR)), (LINKED, LinkedStore(prepared, LINKED))):
+        pack = Pack(numbers, np.zeros_like(numbers), store.lengths(numbers), 0)
+        ids, _ = store.gather(pack.records, pack.starts, pack.lengths)
+        flags = arguments("dir").data
+        batch = diffusion_batches(flags, tokens, World(0, 0, 1, torch.device("cpu")).mesh)(pack, ids, 0)
+        is_residue = tokens.plain(ids) != CHAIN_END
+        found.append([batch[name].numpy()[is_residue] for name in ("labels", "weights")])
+        assert not batch["weights"].numpy()[~is_residue].any()
+        targets.append(batch["num_targets"])
+    assert np.array_equal(found[0][0], found[1][0])
+    assert np.array_equal(found[0][1], found[1][1])
+    assert targets[0] == targets[1] == sum(len(text.replace(":", "")) for text in TEXTS)
 
 
 def test_separators_are_never_asked_nor_records_without_chains_changed(prepared):
