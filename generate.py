@@ -36,12 +36,7 @@ def model_directory(name: str, stack: ExitStack) -> tuple[Path, str]:
     name = exported(name, stack)
     if not Path(name).is_dir() and not HUB_NAME.fullmatch(name):
         raise UserError(f"--model_name_or_path {name}: no such directory, and no name on the Hub (owner/name)")
-    try:
-        content = load_config(name, read_config, f"--model_name_or_path {name}", (), "")
-    except UserError:
-        if not Path(name).is_dir():
-            raise
-        content = {}  # whoever reads the directory says what is wrong
+    content = load_config(name, read_config, f"--model_name_or_path {name}", (), "")
     return local_directory(name), str(content.get("model_type", "")).lower()
 
 

@@ -136,7 +136,7 @@ def test_generate_refuses_what_it_cannot_do(model, tmp_path):
     for message, named, *flags in (
         ("no such directory", tmp_path / "nowhere", "--prompt", "x"),
         ("--prompt: .* is an encoder, which takes --length", encoder, "--prompt", "x"),
-        ("neither an encoder nor a decoder", tmp_path, "--prompt", "x"),
+        ("this directory has no config.json", tmp_path, "--prompt", "x"),
         ("--length: .* is a decoder of text: drop it", model, "--length", 9),
         ("cannot be opened", damaged, "--prompt", "x"),
         ("has 60 tokens, and the model reads 48", model, "--prompt", "x" * 60),
