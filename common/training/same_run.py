@@ -117,7 +117,9 @@ def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
     model = {"hidden_act": fingerprint.get("hidden_act")} | model  # missing in older checkpoints
     flags = {"hidden_act": "hidden_act (--gelu)"}
     differing = [
-        f"{flags.get(k, k)} {shorten(model.get(k))} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v
+        f"{flags.get(k, k)} {shorten(model.get(k))} (now {shorten(v)})"
+        for k, v in fingerprint.items()
+        if model.get(k) != v
     ]
     if differing:
         raise UserError(

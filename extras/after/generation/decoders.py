@@ -21,6 +21,7 @@ from extras.after.generation.fasta import Generated, locked_output, write
 from extras.after.generation.flags import GenerateFlags
 from extras.after.generation.text import prompts
 from extras.after.inference.encoder import in_parts
+from extras.families.decoders.config import DIRECTIONS
 from extras.families.decoders.residues import RESIDUE_TOKENS, encode_direction
 
 CACHED = 16  # times --tokens_per_pack: tokens whose keys and values are kept
@@ -45,9 +46,19 @@ def write_proteins(args: GenerateFlags, directory: Path) -> None:
             raise UserError(f"--prompt {text[:40]}: residues alone, please: letters without blanks")
     with locked_output(args.out.output):
         decoder = Decoder(args, directory)
+        check_direction(args, decoder)
         if decoder.config.vocab_size < RESIDUE_TOKENS.vocab_size:
             raise UserError(f"{args.model_name_or_path}: its tokenizer has more tokens than the model: export it anew")
         write(generated(decoder, args, texts), args.out.output)
+
+
+def check_direction(args: GenerateFlags, decoder: Decoder) -> None:
+    """UserError for a direction that the model's run says it did not train."""
+    if args.decoder.direction == "reverse" and decoder.config.others.get(DIRECTIONS) == "forward":
+        raise UserError(
+            f"--direction reverse: {args.model_name_or_path} has read proteins forwards alone: drop it, or take a "
+            "model that was trained with --directions both"
+        )
 
 
 def generated(decoder: Decoder, args: GenerateFlags, texts: Sequence[str]) -> Iterator[Generated]:

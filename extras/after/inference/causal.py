@@ -57,12 +57,15 @@ def is_decoder(name: str) -> bool:
 
 
 def directions_of(name: str, flags: CausalFlags) -> str:
-    """The directions in which a model reads: as asked, else as its run recorded. UserError for a decoder of text."""
+    """The directions in which a model reads: as asked, else as its run recorded. UserError for a decoder of text, and
+    for directions that its run did not train."""
     directory = resolve_directory(name)
     if not reads_residues(directory):
         raise UserError(f"{name}: a decoder whose tokenizer is not of residues (--tokenizer residues): has no scores")
-    both = read_config(directory / "config.json").get(DIRECTIONS) == "both"
-    return flags.directions or ("both" if both else "forward")
+    trained = read_config(directory / "config.json").get(DIRECTIONS)
+    if trained == "forward" and flags.directions == "both":
+        raise UserError(f"--directions both: {name} has read proteins forwards alone: drop it")
+    return flags.directions or ("both" if trained == "both" else "forward")
 
 
 class Causal:

@@ -46,6 +46,7 @@ CHAIN_END = CHAIN_ENDS[0]  # the one that is kept
 NUCLEOTIDES, MOST_NUCLEOTIDES = b"ACGTUNacgtun", 0.9
 SAMPLED = 1 << 16  # characters of each batch, to detect nucleotides
 ENOUGH = 1000  # characters, to detect nucleotides or words
+ENOUGH_TURNS, MOST_TURNS = 20, 0.9  # of capitals and small letters, and their share of the characters
 # Gaps between words a character: more than in any prose. Some tools write proteins with a space after each residue.
 FEWEST_BLANKS, SPACED = 0.1, 0.4
 
@@ -142,6 +143,7 @@ class Cleaner:
         if not len(data):
             return data, offsets, []
         _warn_of_nucleotides(self.where, data)
+        _refuse_structure_letters(self.where, data)
         data, offsets = self._without_blanks(data, offsets)
         if self.aligned and self.gaps == "keep" and (inserted := INSERTIONS[data]).any():
             data, offsets = _without(data, offsets, inserted)
@@ -267,7 +269,7 @@ class Cleaner:
                 refused[number] = (
                     "has / as between chains: write : in its place"
                     if self.chains
-                    else "has : or / as between chains: make a record of each chain, or give --chains (docs/data.md)"
+                    else "has : or / as between chains: make a record of each (--chains is of encoders and of step 1)"
                 )
             else:
                 self.changes.unknown += count
@@ -336,4 +338,15 @@ def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
             "it first",
             where,
             100 * share,
+        )
+
+
+def _refuse_structure_letters(where: str, data: np.ndarray) -> None:
+    """UserError for SaProt's texts, `MdEvKp`: small letters would count as residues."""
+    is_small = data[:SAMPLED] >= ord("a")
+    turns = is_small[1:] != is_small[:-1]
+    if len(turns) >= ENOUGH_TURNS and turns.mean() > MOST_TURNS:
+        raise UserError(
+            f"{where}: capitals and small letters take turns, as amino acids and 3Di letters do: prepare them with "
+            "--alphabet saprot, for a model of that alphabet"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import generate as script
 from common.cli import UserError
 from extras.after.generation.fasta import STANDARD
+from extras.after.inference.causal import CausalFlags, directions_of
 from extras.families.decoders.residues import RESIDUE_TOKENS, write_residue_tokenizer
 from tests.data_fixtures import call
 from tests.extras.families.decoders.test_model import stock_model, tiny
@@ -40,6 +43,18 @@ def proteins(model, tmp_path):
         return {record.split("\n")[0]: "".join(record.split("\n")[1:]) for record in lines}
 
     return run
+
+
+def test_a_direction_that_the_run_did_not_train_is_refused(model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "forward")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"directions": "forward"}))
+    flags = ("--model_name_or_path", copy, "--use_cpu", "--prompt", "MK", "--output", tmp_path / "out.fasta")
+    with pytest.raises(UserError, match="--direction reverse: .* has read proteins forwards alone"):
+        call(script, *flags, "--direction", "reverse")
+    with pytest.raises(UserError, match="--directions both: .* has read proteins forwards alone"):
+        directions_of(str(copy), CausalFlags(directions="both"))
+    assert not (tmp_path / "out.fasta").exists()
 
 
 def stock_log_probs(model: Path, text: str, ends: str) -> dict[str, np.ndarray]:

@@ -38,6 +38,17 @@ def test_clean_does_not_warn_of_proteins(caplog, monkeypatch):
     assert looked_at(b"GATTACA", caplog, monkeypatch) == "", "too few to tell"
 
 
+def test_structure_letters_are_no_residues():
+    def cleaned(text: bytes) -> bytes:
+        offsets = np.array([0, len(text)])
+        return residues.Cleaner("my.fasta")(np.frombuffer(text, np.uint8), offsets, str)[0].tobytes()
+
+    with pytest.raises(UserError, match="my.fasta: capitals and small letters take turns, .*--alphabet saprot"):
+        cleaned(b"MdEvKpLqAlGvSvTpRdWkYs")
+    for text in (b"MKTAylIAKQRqisFVKSHFsRQ", b"mktayiakqrqisfvkshfsrq", b"MdEv"):  # the last: too few to tell
+        cleaned(text)
+
+
 ALIGNED = b"#3,1\t1\n>ss_pred\nCCHHE\n>query\nMKVLA\n>insert\nM-VgtLA\n>gap\n--V.L-\n"
 
 
