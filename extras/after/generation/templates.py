@@ -51,6 +51,8 @@ def _lengths(flags: UnmaskFlags, proteins: ProteinFlags, samples: int, seed: int
         return [flags.length] * samples
     if Path(flags.length_from).is_dir():
         store = open_split(flags.length_from, "train", ESM2_TOKENS)
+        if store.has_chains:
+            raise UserError(f"--length_from {flags.length_from}: its records may have several chains: give others")
         known = store.lengths(np.arange(len(store))) - ESM2_TOKENS.num_special
     else:
         known = np.array([len(residues) for _, residues in proteins_of(flags.length_from, proteins)])

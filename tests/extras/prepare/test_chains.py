@@ -8,8 +8,11 @@ import pytest
 
 from common.cli import UserError
 from common.models.esm2.alphabet import CHAIN_END, TOKENS
+from extras.after.generation.flags import UnmaskFlags
+from extras.after.generation.templates import templates
 from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import proteins
+from extras.prepare.sources.proteins import ProteinFlags
 from extras.prepare.sources.sequence_files import read_sequences, units_of
 from tests.data_fixtures import TOKENIZE, call, expect_error, load, write_csv
 
@@ -66,6 +69,13 @@ def test_empty_chains_are_bad_records(tmp_path, text):
     out = prepare(tmp_path, [*COMPLEXES, ("bad", text)], "--chains", "keep", "--on_bad_record", "skip", name="skipped")
     assert json.loads((out / "arrow/data_report.json").read_text())["bad_records"] == 1
     assert "bad" not in dict(row for rows in load(out).values() for row in rows)
+
+
+def test_lengths_of_complexes_are_not_those_of_proteins(tmp_path):
+    out = prepare(tmp_path, COMPLEXES, "--chains", "keep")
+    flags = UnmaskFlags(length_from=str(out / "arrow"))
+    with pytest.raises(UserError, match="--length_from .*: its records may have several chains"):
+        list(templates(flags, ProteinFlags(), 1, 1, 100))
 
 
 @pytest.mark.parametrize("suffix", ["fasta", "csv", "jsonl"])
