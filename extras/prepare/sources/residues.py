@@ -143,7 +143,7 @@ class Cleaner:
         if not len(data):
             return data, offsets, []
         _warn_of_nucleotides(self.where, data)
-        _refuse_structure_letters(self.where, data)
+        _warn_of_structure_letters(self.where, data)
         data, offsets = self._without_blanks(data, offsets)
         if self.aligned and self.gaps == "keep" and (inserted := INSERTIONS[data]).any():
             data, offsets = _without(data, offsets, inserted)
@@ -323,7 +323,7 @@ def _check_words(where: str, gaps: np.ndarray, lengths: np.ndarray) -> None:
         )
 
 
-_warned: list[str] = []  # about nucleotides: once a process
+_warned: list[str] = []  # about nucleotides or structures: once a process
 
 
 def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
@@ -341,12 +341,14 @@ def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
         )
 
 
-def _refuse_structure_letters(where: str, data: np.ndarray) -> None:
-    """UserError for SaProt's texts, `MdEvKp`: small letters would count as residues."""
+def _warn_of_structure_letters(where: str, data: np.ndarray) -> None:
+    """Of SaProt's texts, `MdEvKp`, whose small letters count as residues here."""
     is_small = data[:SAMPLED] >= ord("a")
     turns = is_small[1:] != is_small[:-1]
-    if len(turns) >= ENOUGH_TURNS and turns.mean() > MOST_TURNS:
-        raise UserError(
-            f"{where}: capitals and small letters take turns, as amino acids and 3Di letters do: prepare them with "
-            "--alphabet saprot, for a model of that alphabet"
+    if len(turns) >= ENOUGH_TURNS and turns.mean() > MOST_TURNS and not _warned:
+        _warned.append(where)
+        logger.warning(
+            "%s: capitals and small letters take turns, as amino acids and 3Di letters do, and all are read as "
+            "residues: --alphabet saprot of step 1 reads such texts",
+            where,
         )
