@@ -343,12 +343,8 @@ def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
 
 def _warn_of_structure_letters(where: str, data: np.ndarray) -> None:
     """Of SaProt's texts, `MdEvKp`, whose small letters count as residues here."""
-    is_small = data[:SAMPLED] >= ord("a")
-    turns = is_small[1:] != is_small[:-1]
+    turns = np.diff(data[:SAMPLED] >= ord("a"))  # where letters of two cases meet
     if len(turns) >= ENOUGH_TURNS and turns.mean() > MOST_TURNS and not _warned:
         _warned.append(where)
-        logger.warning(
-            "%s: capitals and small letters take turns, as amino acids and 3Di letters do, and all are read as "
-            "residues: --alphabet saprot of step 1 reads such texts",
-            where,
-        )
+        text = "%s: capitals and small letters take turns, as amino acids and 3Di letters do, and all are read as "
+        logger.warning(text + "residues: --alphabet saprot of step 1 reads such texts", where)
