@@ -47,6 +47,7 @@ from extras.after.downstream.probes import (
     labelled,
 )
 from extras.after.downstream.results import RESULTS, to_open
+from extras.after.downstream.stock_model import config_for_proteins
 from extras.after.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 from extras.after.inference.encoder import part_path
 from extras.after.inference.exported import exported
@@ -320,6 +321,8 @@ def main() -> None:
     earlier = Manifest.of_earlier(directory, "probe", PREDICTIONS)
     with ExitStack() as stack:
         model = args.model_name_or_path and exported(args.model_name_or_path, stack)
+        if model:
+            config_for_proteins(model)
         made_from = identity(replace(args, model_name_or_path=model))
         output = stack.enter_context(claimed(directory, inputs, made_from, args.overwrite, earlier))
         if output is not None:

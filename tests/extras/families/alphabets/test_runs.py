@@ -111,6 +111,16 @@ def test_alphabet_export_is_opened_by_transformers(runs, name):
             torch.testing.assert_close(stock(ids).logits[0], logits, atol=1e-5, rtol=0)
 
 
+def test_probes_of_an_alphabet_are_refused(runs, tmp_path):
+    """Labels and residues are counted by ESM-2's letters."""
+    fasta = write_fasta(tmp_path / "my.fasta", texts_of("saprot"))
+    (tmp_path / "labels.csv").write_text("id,label\n" + "".join(f"{n},1\n" for n, _ in texts_of("saprot")))
+    given = ("--fasta", fasta, "--labels", tmp_path / "labels.csv", "--output_dir", tmp_path / "out")
+    said = expect_error("probe.py", "--model_name_or_path", runs / "saprot", *given)
+    assert "this reads proteins by ESM-2's letters alone" in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["saprot", "codon"])
 def test_alphabet_scores_are_sums_over_tokens_of_transformers(runs, tmp_path, name):
     text = texts_of(name)[0][1]
