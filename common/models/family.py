@@ -189,4 +189,6 @@ def _family_by_name(name: str, model_type: str | None) -> Family:
         family = family_of(read_config(resolve_directory(name) / "config.json")["model_type"])
     except (OSError, ValueError, KeyError, TypeError):
         return family_of(model_type or "esm")
-    return family if family.task == "mlm" else family_of("esm")
+    if family.task != "mlm":
+        raise UserError(f"{name}: a decoder, where an encoder is read: score.py and generate.py take decoders")
+    return family

@@ -105,11 +105,12 @@ class TransformerLayer(te.TransformerLayer):
         cu_seqlens: Tensor,
         max_seqlen: int,
         layout: tuple[Tensor, Tensor] | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         """layout: with context parallelism, boundaries of the whole sequences without and with padding; the other
-        arguments are of this rank's tokens."""
+        arguments are of this rank's tokens. at: int64 [P], the tokens whose output is wanted; None: all."""
         cu_seqlens, padded = (cu_seqlens, None) if layout is None else layout
-        return super().forward(
+        out = super().forward(
             x,
             rotary_pos_emb=rotary,
             cu_seqlens_q=cu_seqlens,
@@ -120,6 +121,7 @@ class TransformerLayer(te.TransformerLayer):
             max_seqlen_kv=max_seqlen,
             pad_between_seqs=padded is not None,
         )
+        return out if at is None else out[at]
 
 
 def prepare(tokens: int, cu_seqlens: Tensor, max_seqlen: int, head_dim: int, parts: int = 1) -> tuple[Tensor, int]:

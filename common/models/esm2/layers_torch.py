@@ -117,9 +117,12 @@ class TransformerLayer(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
         layout: Layout | None = None,
+        at: Tensor | None = None,
     ) -> Stream:
+        """at: int64 [P], the tokens whose output is wanted; None: all."""
         x = total(stream)
-        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout)
+        attended = self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout)
+        x = x + attended if at is None else x[at] + attended[at]
         return Stream(x, self.layernorm_mlp(x))
 
 

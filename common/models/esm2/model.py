@@ -103,16 +103,20 @@ class Encoder(nn.Module):
         self.prepare_shared: Callable | None = None  # as `prepare`, of a pack that ranks share; also its layout
         self.emb_layer_norm_after = final_norm
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, cp_pack: Any = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, cp_pack: Any = None, at: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden] -> the same; [P, hidden] of the tokens `at`, int64 [P], the last layer's alone."""
         to_prepare, layout = (len(x), cu_seqlens, max_seqlen, self.head_dim), None
         if cp_pack is None:
             rotary, max_seqlen = self.prepare(*to_prepare)
         else:
             assert self.prepare_shared is not None, "a model takes its share of packs once it is in a group of ranks"
             rotary, max_seqlen, layout = self.prepare_shared(*to_prepare, cp_pack)
-        stream = self.begin(x)
-        for layer in self.layers.in_turn():
-            stream = layer(stream, rotary, cu_seqlens, max_seqlen, layout)
+        stream, last = self.begin(x), () if at is None else (at,)
+        for number, layer in enumerate(self.layers.in_turn(), 1):
+            of_last = last if number == len(self.layers) else ()
+            stream = layer(stream, rotary, cu_seqlens, max_seqlen, layout, *of_last)
         return self.emb_layer_norm_after(total(stream))
 
 
@@ -188,6 +192,7 @@ class Esm2ForMaskedLM(Model):
         weights: Tensor | None = None,
         mask_ratio: float = TRAIN_MASK_RATIO,
         output_hidden: bool = False,
+        at: Tensor | None = None,
         cp_pack: Any = None,
         sets: Tensor | None = None,
         context: Any = None,
@@ -203,6 +208,7 @@ class Esm2ForMaskedLM(Model):
         positions only. predicted: those positions (`predicted_positions`), without which the model synchronises with
         the device to count them. weights: fp32 [T], of the tokens' losses in `loss_sum`; None: 1. mask_ratio: the
         expected fraction of `<mask>`, which token dropout compensates: of this step in training, ESM-2's elsewhere.
+        at: int64 [P], the tokens of a pack whose logits [P, tokens] and hidden states are wanted, without labels.
         Padding may be on either side, but not inside a sequence.
         """
         shape, unpadded = input_ids.shape, None
@@ -224,12 +230,12 @@ class Esm2ForMaskedLM(Model):
             ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + ends))
         embedded = self.embeddings(input_ids, cu_seqlens, cp_pack, mask_ratio)
-        more = {} if sets is None and context is None else {"sets": sets, "context": context}
+        more = {"sets": sets, "context": context, "at": at}
+        more = {name: value for name, value in more.items() if value is not None}
         hidden = self.encoder(embedded, cu_seqlens, max_seqlen, cp_pack, **more)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:
-            if predicted is None:
-                predicted = predicted_positions(labels)
+            predicted = predicted_positions(labels) if predicted is None else predicted
             is_filler = predicted < 0
             targets = labels[predicted].masked_fill(is_filler, -100)  # whose loss is ignored
             places = predicted.masked_fill(is_filler, 0)

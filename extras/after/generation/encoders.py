@@ -37,6 +37,7 @@ def write_proteins(args: GenerateFlags, directory: Path) -> None:
     begun = list(templates(flags, args.out.proteins, args.num_samples, args.seed, most))
     with locked_output(args.out.output):
         encoder = Encoder(encoder_flags)
+        drawable(encoder.alphabet, str(directory))
         warn_of_token_dropout(encoder.model, args.model_name_or_path)
         write(generated(encoder, begun, schedule_of(args), sampling_of(args), args.seed), args.out.output)
 

@@ -248,18 +248,17 @@ class Encoder:
             starts = [0, *np.cumsum(lengths)[:-1].tolist()]
             ends = torch.tensor([*starts, len(ids)], dtype=torch.int32)
             ids, ends = ids.to(self.device), ends.to(self.device)
-            # No label is set, so that the LM head is skipped.
-            without_head = hidden or at is not None
             options: dict[str, Any] = {"context": context} if context is not None else {}
-            options |= {"labels": torch.full_like(ids, -100), "output_hidden": True} if without_head else {}
+            rows = lengths
+            if hidden:  # no label is set, so that the LM head is skipped
+                options |= {"labels": torch.full_like(ids, -100), "output_hidden": True}
+            elif at is not None:
+                wanted = np.concatenate([at[n] + start for n, start in zip(pack, starts, strict=True)])
+                options["at"] = torch.from_numpy(wanted).to(self.device)
+                rows = [len(at[number]) for number in pack]
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
                 output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **options)
-                packed, rows = output.hidden if hidden else output.logits, lengths
-                if at is not None:
-                    wanted = np.concatenate([at[n] + start for n, start in zip(pack, starts, strict=True)])
-                    rows = [len(at[number]) for number in pack]
-                    embedding = self.model.embeddings.word_embeddings.weight
-                    packed = self.model.lm_head(output.hidden[torch.from_numpy(wanted).to(self.device)], embedding)
+                packed = output.hidden if hidden else output.logits
             if of_layers is not None:
                 packed = torch.cat([output[: len(ids)].float() for output in of_layers()], 1)  # without fillers
             packed = packed.float().cpu()

@@ -101,7 +101,10 @@ class TransformerLayer(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
         layout: Layout | None = None,
+        at: Tensor | None = None,
     ) -> Stream:
+        """at: int64 [P], the tokens whose output is wanted; None: all."""
         x = total(stream)
-        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout) / self.scale
+        attended = self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout) / self.scale
+        x = x + attended if at is None else x[at] + attended[at]
         return Stream(x, self.layernorm_mlp(x) / self.scale)

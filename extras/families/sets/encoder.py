@@ -34,8 +34,9 @@ class SetEncoder(Encoder):
         cp_pack: Any = None,
         sets: Tensor | None = None,
         context: Context | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
-        """[T, hidden] -> the same.
+        """[T, hidden] -> the same, or [P, hidden] of the tokens `at`.
 
         sets: int32 [2, B + 1] on the host, boundaries of the sequences in tokens, and of sets in sequences, the last
         value repeated; None: each sequence is a set of its own. context: what all sequences follow; or, still empty,
@@ -59,7 +60,8 @@ class SetEncoder(Encoder):
                 inputs = self.inputs_over_sets(inputs, (across, layout.of_layer(number)))
                 number += 1
             stream = layer(stream, inputs[0], cu_seqlens, max_seqlen, inputs[1])
-        return self.emb_layer_norm_after(total(stream))
+        x = total(stream)
+        return self.emb_layer_norm_after(x if at is None else x[at])
 
     def numbered(self, x: Tensor, numbers: Tensor) -> Tensor:
         """The first layer's input. numbers: int64 [T], each token's sequence's in its set."""
