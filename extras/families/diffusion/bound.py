@@ -131,7 +131,7 @@ class HeldOutBound:
         frequencies, each in nats a residue; {} without a residue. All ranks together; None if the run was stopped."""
         task = self.task
         settings = step, task.bf16, task.built.static_shape
-        asked = model, store, task.tokens, task.flags.data, task.world, log_frequencies
+        asked = model, store, task.tokens, task.flags.data, task.world, given_masks(log_frequencies, task.tokens)
         if (bounds := protein_bounds(*asked, *settings)) is None:
             return None
         (mean, error), unigram = (
@@ -141,15 +141,30 @@ class HeldOutBound:
         results = {f"{prefix}_{name}": value for name, value in zip(names, (mean, error, unigram[0]), strict=True)}
         results = {name: value for name, value in results.items() if np.isfinite(value)}
         if results:
-            logger.info("%s", summary(results, int(bounds.residues.sum()), prefix))
+            logger.info("%s", summary(results, int(bounds.residues.sum()), prefix, task.tokens))
         return results
 
 
-def summary(results: dict[str, float], residues: int, prefix: str) -> str:
-    """The results in a line."""
+def given_masks(log_frequencies: np.ndarray, tokens: TokenSet) -> np.ndarray:
+    """The logarithm of each token's frequency among those that are masked alike, float64 [vocab_size]: what a model
+    is shown tells that much."""
+    if tokens.masked is None:
+        return log_frequencies
+    frequencies = np.exp(log_frequencies) * tokens.is_maskable
+    alike = np.bincount(tokens.masked_ids, frequencies, tokens.vocab_size)[tokens.masked_ids]
+    return np.where(tokens.is_maskable, log_frequencies - np.log(np.where(alike > 0, alike, 1)), log_frequencies)
+
+
+def summary(results: dict[str, float], residues: int, prefix: str, tokens: TokenSet) -> str:
+    """The results in a line, with what they compare with."""
     error = results.get(f"{prefix}_nelbo_stderr")
     bound = f"{results[f'{prefix}_nelbo']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+    unit, others = "residue", "a decoder's nats a residue, without <eos>, compare"
+    if getattr(tokens, "declared", ""):
+        unit, others = "token", "no other alphabet's compares"
+    if tokens.masked is not None:
+        others = f"given what masks show; {others}"
     return (
-        f"Held-out bound of -log p(protein): {bound} nats a residue, of {residues:,} (by their frequencies "
-        f"{results[f'{prefix}_unigram_nelbo']:.4f}); a decoder's nats a residue, without <eos>, compare"
+        f"Held-out bound of -log p(protein): {bound} nats a {unit}, of {residues:,} (by their frequencies "
+        f"{results[f'{prefix}_unigram_nelbo']:.4f}); {others}"
     )

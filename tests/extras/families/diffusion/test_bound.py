@@ -14,11 +14,19 @@ from torch import nn
 from common.data.crops import Pack
 from common.data.training_data import PreparedData
 from common.distributed.world import World
+from common.hooks import extra
 from common.models.esm2.alphabet import ESM2_TOKENS, MASK
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.training.protein_losses import mean_and_error
-from extras.families.diffusion.bound import STRATA, ProteinBounds, StratumCollator, protein_bounds
+from extras.families.diffusion.bound import (
+    STRATA,
+    ProteinBounds,
+    StratumCollator,
+    given_masks,
+    protein_bounds,
+    summary,
+)
 from tests.training_fixtures import NUM_VALIDATION, arguments
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -110,3 +118,15 @@ def test_bound_depends_on_no_batch_size_and_no_workers(dataset, model):
         found = bounds_of(model, dataset, **flags)
         np.testing.assert_allclose(found.bound, expected.bound, rtol=1e-5)
         assert found.residues.tolist() == expected.residues.tolist()
+
+
+def test_saprot_is_compared_with_frequencies_given_the_structure():
+    """Two structures, two residues: P(A | d) = 0.3 / 0.4, P(A | v) = 0.1 / 0.6."""
+    tokens = extra().alphabet("saprot", "")
+    names = {"Ad": 0.3, "Cd": 0.1, "Av": 0.1, "Cv": 0.5}
+    log_p = np.full(tokens.vocab_size, -50.0)
+    log_p[[tokens.letters.index(name) for name in names]] = np.log(list(names.values()))
+    found = given_masks(log_p, tokens)[[tokens.letters.index(name) for name in names]]
+    np.testing.assert_allclose(np.exp(found), [0.75, 0.25, 1 / 6, 5 / 6])
+    said = summary({"eval_nelbo": 2.0, "eval_unigram_nelbo": 2.5}, 10, "eval", tokens)
+    assert said.endswith("2.5000); given what masks show; no other alphabet's compares")

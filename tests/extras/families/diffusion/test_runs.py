@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from common.models.esm2.convert import ADAPTER
 from extras.compare.__main__ import main as compare
 from tests.extras import encoder_runs
 from tests.extras.encoder_runs import results
-from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.training_fixtures import TINY_MODEL, final_weights, losses, rows, same_bits, train
 
 PLAIN = encoder_runs.RUN | TINY_MODEL
@@ -52,17 +50,8 @@ def test_diffusion_resumes_bit_identically_with_any_workers(dataset, alone, tmp_
     encoder_runs.assert_resumes(dataset, alone, tmp_path, RUN | {"dataloader_num_workers": 2})
 
 
-@pytest.mark.slow
 def test_diffusion_resume_after_kill_is_bit_identical(dataset, tmp_path):
-    killed, whole, flags = tmp_path / "killed", tmp_path / "whole", RUN | {"max_steps": 200, "save_steps": 1}
-    with LiveRun(dataset, killed, tmp_path / "logs", **flags) as run:
-        run.until(lambda: newest_step(killed) >= 4)
-        run.signal(signal.SIGKILL)
-        assert run.end() == [-signal.SIGKILL]
-    end = newest_step(killed) + 3
-    for out in (killed, whole):
-        train(dataset, out, **flags, stop_at_step=end)
-    assert_same_run(killed, whole, end, tmp_path)
+    encoder_runs.assert_resumes_after_kill(dataset, tmp_path, RUN)
 
 
 def test_diffusion_export_is_stock_esm2_without_token_dropout(dataset, alone, tmp_path):
