@@ -137,13 +137,13 @@ class Cleaner:
 
         data: uint8, N texts end to end; offsets: int [N + 1] of the texts; name: of a text. Returns characters
         uint8 [C] and offsets from 0, views if nothing was removed. A text may become empty. UserError for words: white
-        space at more than a tenth of the positions, but not between single letters.
+        space at more than a tenth of the positions, but not between single letters; and for SaProt's texts.
         """
         data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
         if not len(data):
             return data, offsets, []
         _warn_of_nucleotides(self.where, data)
-        _warn_of_structure_letters(self.where, data)
+        _refuse_structure_letters(self.where, data)
         data, offsets = self._without_blanks(data, offsets)
         if self.aligned and self.gaps == "keep" and (inserted := INSERTIONS[data]).any():
             data, offsets = _without(data, offsets, inserted)
@@ -323,7 +323,7 @@ def _check_words(where: str, gaps: np.ndarray, lengths: np.ndarray) -> None:
         )
 
 
-_warned: list[str] = []  # about nucleotides or structures: once a process
+_warned: list[str] = []  # about nucleotides: once a process
 
 
 def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
@@ -341,10 +341,11 @@ def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
         )
 
 
-def _warn_of_structure_letters(where: str, data: np.ndarray) -> None:
-    """Of SaProt's texts, `MdEvKp`, whose small letters count as residues here."""
+def _refuse_structure_letters(where: str, data: np.ndarray) -> None:
+    """UserError for SaProt's texts, `MdEvKp`: their small letters would count as residues."""
     turns = np.diff(data[:SAMPLED] >= ord("a"))  # where letters of two cases meet
-    if len(turns) >= ENOUGH_TURNS and turns.mean() > MOST_TURNS and not _warned:
-        _warned.append(where)
-        text = "%s: capitals and small letters take turns, as amino acids and 3Di letters do, and all are read as "
-        logger.warning(text + "residues: --alphabet saprot of step 1 reads such texts", where)
+    if len(turns) >= ENOUGH_TURNS and turns.mean() > MOST_TURNS:
+        raise UserError(
+            f"{where}: capitals and small letters take turns, as amino acids and 3Di letters do: step 1 reads such "
+            "texts with --alphabet saprot, other scripts with a model of that alphabet"
+        )

@@ -38,11 +38,11 @@ def test_clean_does_not_warn_of_proteins(caplog, monkeypatch):
     assert looked_at(b"GATTACA", caplog, monkeypatch) == "", "too few to tell"
 
 
-def test_clean_warns_of_structure_letters(caplog, monkeypatch):
+def test_clean_refuses_structure_letters(caplog, monkeypatch):
     for text in (b"MKTAylIAKQRqisFVKSHFsRQ", b"mktayiakqrqisfvkshfsrq", b"MdEv"):  # the last: too few to tell
         assert looked_at(text, caplog, monkeypatch) == ""
-    said = looked_at(b"MdEvKpLqAlGvSvTpRdWkYs", caplog, monkeypatch)
-    assert said.count("capitals and small letters take turns") == 1
+    with pytest.raises(UserError, match="my.fasta: capitals and small letters take turns"):
+        looked_at(b"MdEvKpLqAlGvSvTpRdWkYs", caplog, monkeypatch)
 
 
 ALIGNED = b"#3,1\t1\n>ss_pred\nCCHHE\n>query\nMKVLA\n>insert\nM-VgtLA\n>gap\n--V.L-\n"
