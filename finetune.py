@@ -150,7 +150,7 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
     family = encoder_family(name)
     if not family.stock:
         raise UserError(f"--model_name_or_path {name}: {NO_STOCK}")
-    config = config_for_proteins(name)
+    config = family.load_config(name)
     for _ in family.adapter.read(name, config)[0]:
         pass  # it checks vocabulary and weights
     if dropout := dropout_of(config):
@@ -312,6 +312,7 @@ def main() -> None:
     path = Path(name := args.model_name_or_path)
     if is_checkpoint(path) and not list(path.glob("model*.safetensors")):  # those of --save_hf
         raise UserError(f"--model_name_or_path {name}: export it first: python -m extras.export {name} OUT")
+    config_for_proteins(name)
     task, examples = read_examples(
         str(args.dataset),
         args.fasta,
@@ -328,8 +329,7 @@ def main() -> None:
     )
     contradicting = contradictions(label_items(task, examples), f"--dataset {args.dataset}")
     output = Path(str(args.output_dir))
-    files = ("model_name_or_path", "dataset", "fasta", "cluster_table")
-    inputs = {f"--{name}": getattr(args, name) for name in files}
+    inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "dataset", "fasta", "cluster_table")}
     with claimed(output, inputs, identity(args), args.overwrite, earlier_output(output)) as claim:
         if claim is not None:
             tune(args, task, examples, contradicting, claim)

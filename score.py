@@ -52,7 +52,7 @@ from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
 from extras.after.inference.indels import Mutated
 from extras.after.inference.likelihoods import MEAN, Variants, pseudo_log_likelihoods
-from extras.after.inference.mutation_scores import ContextOf, Variant, score, single_mutants
+from extras.after.inference.mutation_scores import ContextOf, Variant, check_standard, score, single_mutants
 from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
@@ -268,6 +268,7 @@ def of_single_mutants(model: Encoder | Causal, proteins: Sequence[bytes]) -> Com
     """The matrices of all proteins, one below the other, [residues, 20]."""
     if isinstance(model, Causal):
         return lambda masked, done, planned, _: {"": matrices_of(model, proteins, done, planned)}
+    check_standard(model)
     return lambda *how: {"": np.concatenate(single_mutants(model, proteins, *how))}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from extras.after.inference.correlation import spearman
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.mutation_scores import score
 from extras.export import choose, export
+from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
 
 RUN = {"max_steps": 6, "packs_per_step": 4, "tokens_per_pack": 256, "save_steps": 3}
@@ -54,6 +56,19 @@ def assert_resumes(dataset: Path, alone: Path, out: Path, flags: dict[str, Any])
         train(dataset, out, do_eval=True, stop_at_step=stop, **flags)
     assert losses(out) == losses(alone)
     assert same_bits(final_weights(out), final_weights(alone))
+
+
+def assert_resumes_after_kill(dataset: Path | None, out: Path, flags: dict[str, Any]) -> None:
+    """A run that is killed and started again is the run that nothing happened to."""
+    killed, whole, flags = out / "killed", out / "whole", flags | {"max_steps": 200, "save_steps": 1}
+    with LiveRun(dataset, killed, out / "logs", **flags) as run:
+        run.until(lambda: newest_step(killed) >= 4)
+        run.signal(signal.SIGKILL)
+        assert run.end() == [-signal.SIGKILL]
+    end = newest_step(killed) + 3
+    for directory in (killed, whole):
+        train(dataset, directory, **flags, stop_at_step=end)
+    assert_same_run(killed, whole, end, out)
 
 
 def assert_export_is_the_model(dataset: Path, alone: Path, out: Path, gym: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.data_fixtures import expect_error, numbered, write_fasta
 from tests.decoder_fixtures import train_decoder, write_text
 
 MIXTRAL = {"model_type": "mixtral", "activation_checkpointing": "none"}
@@ -52,4 +53,18 @@ def test_decoder_refuses_unsupported_flags_in_one_line(tmp_path, script, flags, 
     )
     assert said in printed
     assert "Traceback" not in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", ["embed.py", "contacts.py", "finetune.py", "probe.py"])
+def test_scripts_for_encoders_refuse_a_decoder_as_one(tmp_path, script):
+    """Before they read the rest of their input."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    fasta = write_fasta(tmp_path / "my.fasta", numbered(3))
+    (tmp_path / "labels.csv").write_text("id,label\n1,2\n")
+    data = {"finetune.py": ("--dataset", tmp_path / "labels.csv"), "probe.py": ("--labels", tmp_path / "labels.csv")}
+    given = ("--model_name_or_path", tmp_path / "model", "--fasta", fasta, "--output_dir", tmp_path / "out")
+    said = expect_error(script, *given, *data.get(script, ()))
+    assert "model: a decoder, where an encoder is read: score.py and generate.py take decoders" in said
     assert not (tmp_path / "out").exists()

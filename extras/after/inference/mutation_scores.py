@@ -299,6 +299,13 @@ def score(
     return [sum((of(protein, mutation) for mutation in mutations), 0.0) for protein, mutations in variants]
 
 
+def check_standard(encoder: Encoder) -> None:
+    """UserError for a model whose alphabet lacks some of `RESIDUES`."""
+    lacks = lacking(encoder.alphabet)
+    if letters := ", ".join(letter for letter in RESIDUES if lacks[BYTE_TO_ID[ord(letter)]]):
+        raise UserError(f"{encoder.flags.model_name_or_path}: no {letters} in its alphabet: score --mutations")
+
+
 def single_mutants(
     encoder: Encoder,
     proteins: Iterable[bytes],

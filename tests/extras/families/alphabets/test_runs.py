@@ -25,7 +25,7 @@ from common.models.layers.initialise import initialise
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.families.alphabets.codon import GENETIC_CODE, SENSE
 from tests.data_fixtures import TOKENIZE, call, expect_error, write_fasta
-from tests.extras.encoder_runs import assert_resumes, results
+from tests.extras.encoder_runs import assert_resumes, assert_resumes_after_kill, results
 from tests.forked import run_script
 from tests.training_fixtures import run_forked, same_bits, train
 
@@ -95,6 +95,13 @@ def test_alphabet_is_recorded_beside_the_splits(prepared, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_alphabet_run_resumes_bit_for_bit(prepared, runs, tmp_path, name):
     assert_resumes(prepared[name], runs / name, tmp_path / "out", RUN)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "saprot" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_alphabet_resume_after_kill_is_bit_identical(prepared, tmp_path, name):
+    assert_resumes_after_kill(prepared[name], tmp_path, RUN)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -271,3 +278,11 @@ def test_step_1_refuses_what_does_not_fit_in_one_line(tmp_path):
     assert "record a has 1 tokens of 1 with a letter of NRY" in step("--alphabet", "codon")
     others = write_fasta(tmp_path / "others.fasta", [("x", "DVP")])
     assert "no record of the input has one of its ids" in step(*of_saprot, others)
+
+
+def test_matrices_need_the_standard_residues(runs, tmp_path):
+    fasta = write_fasta(tmp_path / "in.fasta", [("one", "ACDEFGHK")])
+    given = ("--model_name_or_path", runs / "own", "--fasta", fasta, "--output", tmp_path / "out")
+    said = expect_error("score.py", *given, "--all_single_mutants")
+    assert "no I, L, M, N, P, Q, R, S, T, V, W, Y in its alphabet: score --mutations" in said
+    assert not list(tmp_path.glob("out/*"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +16,6 @@ from tests.extras.after.downstream.tables import write_table
 from tests.extras.after.downstream.test_mutations import write_gym
 from tests.extras.after.inference.embed_fixtures import call_embed
 from tests.extras.encoder_runs import results
-from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.training_fixtures import losses, train
 
 SIZES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_size=64"
@@ -86,15 +84,7 @@ def test_esmc_probe_of_run_and_export_is_the_loops(alone, tmp_path):
 
 @pytest.mark.slow
 def test_esmc_resume_after_kill_is_bit_identical(dataset, tmp_path):
-    killed, whole, flags = tmp_path / "killed", tmp_path / "whole", RUN | {"max_steps": 200, "save_steps": 1}
-    with LiveRun(dataset, killed, tmp_path / "logs", **flags) as run:
-        run.until(lambda: newest_step(killed) >= 4)
-        run.signal(signal.SIGKILL)
-        assert run.end() == [-signal.SIGKILL]
-    end = newest_step(killed) + 3
-    for out in (killed, whole):
-        train(dataset, out, **flags, stop_at_step=end)
-    assert_same_run(killed, whole, end, tmp_path)
+    encoder_runs.assert_resumes_after_kill(dataset, tmp_path, RUN)
 
 
 def test_esmc_reads_files_as_they_are(tmp_path):

@@ -24,6 +24,7 @@ from extras.prepare.sources.find_files import open_source
 from extras.prepare.sources.formats import proteins
 from extras.prepare.sources.streams import plan_streams
 from tests.data_fixtures import TOKENIZE, call, write_fasta
+from tests.extras.encoder_runs import assert_resumes_after_kill
 from tests.files.test_token_store import save
 from tests.training_fixtures import arguments, final_weights, losses, same_bits, train
 
@@ -187,6 +188,10 @@ def test_a_run_resumes_bit_identically(complexes, run, tmp_path):
     other = "linker" if between == "separator" else "separator"
     said = train(complexes, out, expect=2, **RUN | {"chains": other, "max_steps": 7})
     assert "chains" in said
+
+
+def test_a_run_of_chains_resumes_after_kill(complexes, tmp_path):
+    assert_resumes_after_kill(complexes, tmp_path, RUN)
 
 
 @pytest.mark.parametrize("model", ["biohub/ESMC-300M-hf", "chandar-lab/AMPLIFY_120M"])
