@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measuring import file_first
-from tests.training_fixtures import _main, on_ranks
+from tests.training_fixtures import _main, on_ranks, words_of
 
 SIZES = {"hidden_width": 48, "num_layers": 2, "num_heads": 6, "num_key_value_heads": 2, "intermediate_size": 80}
 # Of the flags, the guides' names. fp32, so that runs can be held to a reference.
@@ -46,7 +46,7 @@ def write_text(directory: Path, seed: int = 11) -> Path:
 def decoder_flags(text: Path | None, output_dir: Path | None, **flags) -> list[str]:
     """The command line of a run of the tiny model; `flags` add to it, None takes away."""
     first, chosen = file_first({"dataset": text, "checkpoint_dir": output_dir} | FLAGS | flags)
-    return [*first, *(f"--{name}={value}" for name, value in chosen.items() if value is not None)]
+    return [*first, *words_of(chosen)]
 
 
 def train_decoder(

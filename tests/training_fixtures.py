@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -71,12 +72,17 @@ def flags_of(dataset_dir: Path | None, output_dir: Path, **flags) -> list[str]:
     """The command line of a run of the tiny model for 12 steps, each logged; `flags` add to it, None takes away."""
     model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
     first, chosen = file_first({"dataset_dir": dataset_dir, "output_dir": output_dir} | model | DEFAULTS | flags)
-    words = [
+    return [*first, *words_of(chosen)]
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Of a command line; None takes a flag away."""
+    groups = [
         [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
-        for name, value in chosen.items()
+        for name, value in flags.items()
         if value is not None
     ]
-    return [*first, *(word for group in words for word in group)]
+    return [word for group in groups for word in group]
 
 
 def arguments(dataset_dir: Path, **flags) -> TrainArguments:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from extras.families.text.contexts import next_token_batch
 from tests.data_fixtures import load_script, write_fasta
 from tests.decoder_fixtures import SIZES, decoder_flags, train_decoder, write_text
 from tests.live_runs import LiveRun, assert_same_run, newest_step
-from tests.training_fixtures import final_weights, losses, relative_difference
+from tests.training_fixtures import final_weights, losses, relative_difference, same_bits
 
 PROTEINS = {"tokenizer": "residues", "vocab_size": None, "max_context_width": 64}
 ALL = PROTEINS | {"directions": "both", "fill_in": 0.4}
@@ -153,6 +154,24 @@ def test_run_killed_and_resumed_is_bit_identical(fasta, tmp_path):
     for directory in (out, tmp_path / "whole"):
         train_decoder(fasta, directory, 2, script="train_ddp.py", **flags, stop_at_step=end)
     assert_same_run(out, tmp_path / "whole", end, tmp_path)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["clusters", "mixture"])
+def test_clusters_and_mixtures_of_proteins_resume_bit_for_bit(arrow, tmp_path, mixed):
+    """A member of each of 50 clusters of four an epoch, also as one of two sources."""
+    clustered = tmp_path / "clustered"
+    shutil.copytree(arrow, clustered)
+    (clustered / "train/clusters").mkdir()
+    np.save(clustered / "train/clusters/offsets.npy", np.arange(0, 201, 4, dtype=np.uint32))
+    np.save(clustered / "train/clusters/members.npy", np.arange(200, dtype=np.uint32))
+    source = {"dataset_mix": [f"a={arrow}:1", f"b={clustered}:1"]} if mixed else {"dataset_dir": clustered}
+    flags = ALL | source | {"sample_clusters": "auto", "script": "train_ddp.py"}
+    said = train_decoder(None, tmp_path / "whole", **flags)
+    assert mixed or "Sampling clusters, then a member of each: 50" in said
+    for stop in (2, 6):
+        train_decoder(None, tmp_path / "parts", **flags, stop_at_step=stop)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert same_bits(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("family", [{}, MIXTRAL], ids=["llama", "mixtral"])
