@@ -54,7 +54,7 @@ def setup_logging(level: int = logging.INFO) -> None:
         for handler in logging.getLogger().handlers:
             handler.setFormatter(TerminalFormatter())
     # A progress line for every request to the Hub is noise in a training log.
-    for noisy in map(logging.getLogger, ("httpx", "filelock", "fsspec", "datasets", "matplotlib")):
+    for noisy in map(logging.getLogger, ("httpx", "filelock", "fsspec", "datasets", "matplotlib", "fontTools")):
         if noisy.level != logging.WARNING:  # setting it walks through all loggers
             noisy.setLevel(logging.WARNING)
 

@@ -84,6 +84,9 @@ class FigureFlags(Flags):
             raise UserError(f"--dpi {self.dpi}: must be from {LOWEST_DPI} to {HIGHEST_DPI}")
 
 
+DEFAULT = FigureFlags()
+
+
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Within it figures are made in the project's style, whatever the user's matplotlibrc says."""
@@ -100,7 +103,7 @@ def series_style(number: int, marker: bool = False) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], **other}
 
 
-def save_figure(figure: Figure, path: Path, flags: FigureFlags = FigureFlags()) -> list[Path]:
+def save_figure(figure: Figure, path: Path, flags: FigureFlags = DEFAULT) -> list[Path]:
     """Write `path`.png, .svg, .pdf, as the flags say; returns the files. The same picture makes the same bytes.
 
     path: without a suffix. A file gets its name when it is whole. A PNG of more than `MOST_PIXELS` a side has

@@ -182,7 +182,12 @@ FILES = [
     ("test_losses.parquet", "Parquet", "the same, of the test split; `eval_NAME_losses.parquet` of other sets", YOU),
     ("all_results.json", "JSON", "the three together, as transformers' Trainer has them", "curves, report"),
     ("trainer_state.json", "JSON", "the run's state and all rows, as `log_history`", "what reads the Trainer's"),
-    ("training_curves.png", "PNG", "loss, learning rate, gradient norm, speed", YOU),
+    (
+        "training_curves.<format>",
+        "PNG; SVG, PDF by `python -m extras.report`",
+        "loss, learning rate, gradient norm, speed",
+        YOU,
+    ),
     (
         "run_info.json",
         "JSON",
@@ -190,7 +195,7 @@ FILES = [
         "curves, report",
     ),
     ("quant_stats.jsonl", "JSON lines", "`--quant_stats`: a row for each tensor", "`extras.formats.stats_report`"),
-    ("quant_stats.png", "PNG", "drawn by `python -m extras.formats.stats_report`", YOU),
+    ("quant_stats.<format>", "PNG, SVG, PDF", "drawn by `python -m extras.formats.stats_report`", YOU),
     ("profile/rank<rank>-steps-<first>-<last>.json.gz", "Chrome trace", "`--profile_steps`", "ui.perfetto.dev"),
     ("logs/events.out.tfevents.*", "TensorBoard", "`--report_to tensorboard`", "TensorBoard"),
     ("wandb_run.json", "JSON", "the run's id at W&B", "a resume"),

@@ -1,6 +1,6 @@
 """Report a run, finished or not, from its files: the table that quickstart prints last, and the curves.
 
-python -m extras.report OUTPUT_DIR
+python -m extras.report OUTPUT_DIR [--figure_format png svg pdf] [--dpi N]
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.cli import UserError, run
+from common.figures import FigureFlags
 from common.files.runs import BASELINES, METRICS, read_run_info
 from common.files.safe_files import read_json_lines
 from common.training.curves import PlotLabels, draw_curves, read_results
 from common.training.verdict import held_out_key, held_out_prefixes, verdicts
-from extras.command_line import positional
+from extras.command_line import words_and_flags
 
+PROGRAM = "python -m extras.report"
 NAMES = {"unigram": "unigram predictor", "neighbours": "neighbour predictor"}
 
 
@@ -48,12 +50,14 @@ def held_out_table(output_dir: Path, prefix: str = "eval") -> str:
 
 
 def main() -> None:
-    output_dir = Path(*positional(__doc__, "python -m extras.report OUTPUT_DIR", 1))
+    words, flags = words_and_flags(__doc__, PROGRAM, FigureFlags)
+    if len(words) != 1:
+        raise UserError(f"usage: {PROGRAM} OUTPUT_DIR [--figure_format png svg pdf] [--dpi N]")
+    output_dir = Path(*words)
     results, rows = read_results(output_dir), read_json_lines(output_dir / METRICS)
     if not results and not rows:
         raise UserError(f"{output_dir}: no run there: it has neither metrics.jsonl nor all_results.json")
-    if rows:
-        draw_curves(output_dir)
+    pictures = draw_curves(output_dir, flags)
     if not results:
         last = rows[-1]
         loss = next((f", training loss {row['loss']:.4f}" for row in reversed(rows) if "loss" in row), "")
@@ -64,7 +68,7 @@ def main() -> None:
         print(f"{line}\n")
     if "train_tokens_per_second" in results:
         print(f"speed   {results['train_tokens_per_second']:,.0f} tokens/s, without padding")
-    for name, path in (("model", output_dir / "final_model"), ("plot", output_dir / "training_curves.png")):
+    for name, path in (("model", output_dir / "final_model"), *(("plot", path) for path in pictures)):
         if path.exists():
             print(f"{name:<7} {path}")
 

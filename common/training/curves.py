@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
+from common.figures import COLOURS, DEFAULT, MARKERS, TWO_COLUMNS, FigureFlags, figure_style, save_figure
 from common.files.runs import BASELINES, METRICS, read_run_info
 from common.files.safe_files import read_json_lines
 from common.training.verdict import held_out_key, held_out_prefixes
 
-COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:pink")  # of held-out sets
+BLUE, ORANGE, GREEN, *OTHERS = COLOURS
+CURVES = "training_curves"
+LABELS, LEGEND_COLUMNS = 6, 3  # of the legend, without the held-out sets
 FEW = 50  # rows: up to here points are drawn, too
 
 
@@ -27,62 +29,64 @@ class PlotLabels(NamedTuple):
     training: str = "training, all selected residues"
 
 
-def draw_curves(output_dir: Path) -> Path | None:
-    """Draw the curves over the steps. Returns the file, or None if no training step was logged."""
+def draw_curves(output_dir: Path, flags: FigureFlags = DEFAULT) -> list[Path]:
+    """Draw the curves over the steps. Returns the files, or [] if no training step was logged."""
     from matplotlib.figure import Figure
 
     rows = read_json_lines(output_dir / METRICS)
     trained = [r for r in rows if "loss" in r]
     if not trained:
-        return None
+        return []
     results, info = read_results(output_dir), read_run_info(output_dir)
     labels = PlotLabels(*info.get("words", ()))
-    # Fixed margins: a layout engine draws everything several times, which takes longer than a short run.
-    figure = Figure(figsize=(12, 7.4))
-    axes = figure.subplots(2, 2)
-    figure.subplots_adjust(left=0.06, right=0.985, top=0.86, bottom=0.065, wspace=0.3, hspace=0.28)
-    figure.suptitle(_title(info, rows), fontsize=11, x=0.06, ha="left")
-    loss, rate, norm, speed = axes.flat
-    _draw_loss(loss, rows, trained, results, labels)
-    for axis, key, title, unit in (
-        (rate, "learning_rate", "Learning rate", ""),
-        (norm, "grad_norm", "Gradient norm before clipping", ""),
-        (speed, "tokens_per_second", "Speed", "tokens/s, without padding"),
-    ):
-        points = [(r["step"], r[key]) for r in rows if key in r]
-        axis.plot(*zip(*points, strict=True), color="tab:blue", linewidth=1, marker=_marker(points), markersize=4)
-        axis.set_title(title, y=1.0)
-        axis.set_ylabel(unit)
-        axis.set_ylim(bottom=0)
-    last = rows[-1]["step"]
-    for axis in axes.flat:
-        axis.set_xlabel("step")
-        axis.set_xlim(0, last * 1.02)
-        axis.grid(alpha=0.3)
-        for n, step in enumerate(step for step in info.get("starts", ()) if 1 < step <= last):
-            label = "resumed" if n == 0 and axis is loss else None
-            axis.axvline(step - 0.5, color="tab:green", linestyle=":", linewidth=1, label=label)
-    loss.legend(fontsize=8)
-    path = output_dir / "training_curves.png"
-    figure.savefig(path.with_suffix(".partial.png"), dpi=120)
-    path.with_suffix(".partial.png").replace(path)
-    return path
+    with figure_style():
+        # Fixed margins: a layout engine draws everything several times, which takes longer than a short run.
+        figure = Figure(figsize=(TWO_COLUMNS, 0.7 * TWO_COLUMNS))
+        axes = figure.subplots(2, 2)
+        held_out = held_out_prefixes((*rows, results))
+        bottom = 0.095 + 0.027 * math.ceil((LABELS + len(held_out)) / LEGEND_COLUMNS)
+        figure.subplots_adjust(left=0.065, right=0.985, top=0.88, bottom=bottom, wspace=0.36, hspace=0.45)
+        figure.suptitle(_title(info, rows), x=0.065, ha="left")
+        loss, rate, norm, speed = axes.flat
+        _draw_loss(loss, rows, trained, results, labels)
+        for axis, key, title, unit in (
+            (rate, "learning_rate", "Learning rate", ""),
+            (norm, "grad_norm", "Gradient norm before clipping", ""),
+            (speed, "tokens_per_second", "Speed", "tokens/s, without padding"),
+        ):
+            points = [(r["step"], r[key]) for r in rows if key in r]
+            axis.plot(*zip(*points, strict=True), color=BLUE, linewidth=0.8, marker=_marker(points))
+            axis.set_title(title, y=1.0)
+            axis.set_ylabel(unit)
+            axis.set_ylim(bottom=0)
+        last = rows[-1]["step"]
+        for axis in axes.flat:
+            axis.set_xlabel("step")
+            axis.set_xlim(0, last * 1.02)
+            axis.grid(visible=True)
+            for n, step in enumerate(step for step in info.get("starts", ()) if 1 < step <= last):
+                label = "resumed" if n == 0 and axis is loss else None
+                axis.axvline(step - 0.5, color=GREEN, linestyle="-.", linewidth=0.8, label=label)
+        below = {"bbox_to_anchor": (0.5, 0.005), "bbox_transform": figure.transFigure, "loc": "lower center"}
+        loss.legend(ncols=LEGEND_COLUMNS, **below)
+    return save_figure(figure, output_dir / CURVES, flags)
 
 
 def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, labels: PlotLabels) -> None:
     """Loss in nats on the left axis, perplexity on the right."""
     steps, values = [r["step"] for r in trained], [r["loss"] for r in trained]
-    loss.plot(steps, values, color="0.75", linewidth=0.8, marker=_marker(steps), label=f"{labels.training}")
-    loss.plot(steps, moving_average(values), color="tab:blue", label="smoothed")
-    for prefix, colour in zip(held_out_prefixes((*rows, results)), cycle(COLOURS), strict=False):
-        _draw_held_out(loss, rows, results, labels, prefix, colour)
+    loss.plot(steps, values, color="0.75", linewidth=0.6, marker=_marker(steps), label=f"{labels.training}")
+    loss.plot(steps, moving_average(values), color=BLUE, label="smoothed")
+    for number, prefix in enumerate(held_out_prefixes((*rows, results))):
+        style = {"color": OTHERS[number % len(OTHERS)], "marker": MARKERS[number % len(MARKERS)]}
+        _draw_held_out(loss, rows, results, labels, prefix, style)
     skipped, before = [], 0
     for row in rows:
         if row.get("skipped_steps", before) > before:
             before = row["skipped_steps"]
             skipped.append(row["step"])
     if skipped:
-        loss.plot(skipped, [0.02] * len(skipped), "^", color="tab:orange", markersize=7, label="steps skipped before",
+        loss.plot(skipped, [0.02] * len(skipped), "^", color=ORANGE, markersize=4.5, label="steps skipped before",
                   transform=loss.get_xaxis_transform(), clip_on=False)  # fmt: skip
     loss.set_title(labels.loss, y=1.0)  # a fixed y saves a layout pass over the ticks
     loss.set_ylabel(labels.unit)
@@ -91,7 +95,7 @@ def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, label
     perplexity.set_ylabel("perplexity")
 
 
-def _draw_held_out(loss, rows: list[dict], results: dict, labels: PlotLabels, prefix: str, colour: str) -> None:
+def _draw_held_out(loss, rows: list[dict], results: dict, labels: PlotLabels, prefix: str, style: dict) -> None:
     """The loss on a held-out set, and of what it is compared with on the validation split."""
     key = held_out_key((*rows, results), prefix)
     held_out = {r["step"]: r[key] for r in rows if key in r}
@@ -100,12 +104,12 @@ def _draw_held_out(loss, rows: list[dict], results: dict, labels: PlotLabels, pr
     if held_out:
         name = labels.held_out + ("" if prefix == "eval" else f" of {prefix.removeprefix('eval_')}")
         points = sorted(held_out.items())
-        loss.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=name)
+        loss.plot(*zip(*points, strict=True), label=name, **style)
     styles = zip(BASELINES, (labels.baseline, labels.neighbours), ("--", ":"), strict=True)
-    for (name, _), label, style in styles if prefix == "eval" else ():
+    for (name, _), label, dashes in styles if prefix == "eval" else ():
         field = f"eval_{name}_loss{key.removeprefix('eval_loss')}"
         if (value := next((each[field] for each in (results, *rows) if field in each), None)) is not None:
-            loss.axhline(value, color="black", linestyle=style, linewidth=1, label=label)
+            loss.axhline(value, color="black", linestyle=dashes, linewidth=0.8, label=label)
 
 
 def _title(info: dict, rows: list[dict]) -> str:

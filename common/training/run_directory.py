@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.checkpoint.files import PARTIAL, SAVED, SUPERSEDED
 from common.cli import UserError
+from common.figures import FORMATS
 from common.files.runs import CHECKPOINT, METRICS, RUN_INFO, list_checkpoints
 from common.files.safe_files import open_private
 from common.training.same_run import is_restart_of, this_job
@@ -27,11 +28,13 @@ RUN = ".run"  # the lock, and the identity of the job that wrote here last
 EVENTS = "logs"  # directory of TensorBoard's files
 WANDB_RUN = "wandb_run.json"  # the run's id at W&B
 TRACES = "profile/rank*-steps-*.json.gz"
+PICTURES = ("training_curves", "quant_stats")
 OWN_FILES = (
-    *(METRICS, "metrics.partial", "trainer_state.json", "training_curves.png", "training_curves.partial.png"),
+    *(METRICS, "metrics.partial", "trainer_state.json"),
     *(RUN_INFO, f"{RUN_INFO}.partial"),
     *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
-    *("quant_stats.jsonl", "quant_stats.partial", "quant_stats.png", "quant_stats.partial.png"),
+    *("quant_stats.jsonl", "quant_stats.partial"),
+    *(f"{name}.{form}{end}" for name in PICTURES for form in FORMATS for end in ("", ".partial")),
     *(SAVED, WANDB_RUN),
 )
 OWN_DIRECTORIES = ("final_model", "final_model.partial")

@@ -265,8 +265,8 @@ class RunLogger:
         with self.world.raise_together():
             if self._drawing is not None:
                 self._drawing.join()
-            if self.world.is_main and (path := draw_curves(self.output_dir)) and self.last_row:
-                self.tracker.picture(path, self.last_row["step"])
+            if self.world.is_main and (paths := draw_curves(self.output_dir)) and self.last_row:
+                self.tracker.picture(paths[0], self.last_row["step"])
 
     def _draw(self) -> None:
         with suppress(OSError):  # a full disk ends the run at its next row or checkpoint

@@ -8,14 +8,15 @@ with the first one's, protein by protein; --output_dir gets comparison.md, .csv,
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 from common.cli import UserError, run
+from common.figures import FigureFlags
 from common.files.safe_files import replace_flushed
-from common.flags import Flags, flag, parse_arguments
+from common.flags import Flags, flag
+from extras.command_line import words_and_flags
 from extras.compare.paired import compare
 from extras.compare.picture import draw
 from extras.compare.report import markdown, write_csv
@@ -30,15 +31,17 @@ class CompareArguments(Flags):
     output_dir: str | None = flag(None, f"Write {NAME}.md, .csv, .png and .svg there. Default: only print.")
     baseline: str | None = flag(None, "One of the runs; all others are compared with its group. Default: the first.")
     smallest: float = flag(0.005, "The difference in nats that would matter, for the number of proteins to see it.")
+    figures: FigureFlags = field(default_factory=FigureFlags)
+    changed: ClassVar[dict[str, Any]] = {
+        "figure_format": flag(["png", "svg"], "Formats of the picture, one or several of png svg pdf."),
+    }
 
     def check(self) -> None:
         self.require_above(0, "smallest")
 
 
 def main() -> None:
-    words = list(takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
-    program = "python -m extras.compare"
-    args = parse_arguments(__doc__, CompareArguments, argv=sys.argv[1 + len(words) :], program=program)
+    words, args = words_and_flags(__doc__, "python -m extras.compare", CompareArguments)
     paths = list({path.resolve(): path for path in map(Path, words)}.values())
     if len(paths) < 2:
         raise UserError(f"give two runs or more: {USAGE}")
@@ -55,11 +58,11 @@ def main() -> None:
     if args.output_dir:
         directory = Path(args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        draw(groups, directory, NAME)
+        pictures = draw(groups, directory / NAME, args.figures)
         write_csv(directory / f"{NAME}.csv", groups, paired, args.smallest)
         with replace_flushed(directory / f"{NAME}.md") as partial:
-            partial.write_text(f"# Comparison\n\n{text}\n![Held-out loss over tokens]({NAME}.png)\n")
-        print(f"\nWritten: {directory}/{NAME}.md, .csv, .png, .svg")
+            partial.write_text(f"# Comparison\n\n{text}\n![Held-out loss over tokens]({pictures[0].name})\n")
+        print(f"\nWritten: {directory}/{', '.join([f'{NAME}.md', '.csv', *(path.suffix for path in pictures)])}")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,33 @@
 """Heat maps of --quant_stats: layers down, tensors across, how much underflows and how large the error is.
 
-python -m extras.formats.stats_report DIR [STEP]      DIR: with quant_stats.jsonl; STEP: else the last one logged
+python -m extras.formats.stats_report DIR [STEP] [--figure_format png svg pdf] [--dpi N]
 
-Draws DIR/quant_stats.png. The error is relative, the mean squared error over the tensor's mean square, where the log
-has `mean` and `std`: gradients and weights then fit on one scale.
+DIR: with quant_stats.jsonl; STEP: else the last one logged. Draws DIR/quant_stats.png. The error is relative, the mean
+squared error over the tensor's mean square, where the log has `mean` and `std`: gradients and weights then fit on one
+scale.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.cli import UserError, run
+from common.figures import DEFAULT, SEQUENTIAL, TWO_COLUMNS, FigureFlags, figure_style, save_figure
 from common.files.safe_files import read_json_lines
-from extras.command_line import positional
+from extras.command_line import words_and_flags
 from extras.formats.stats import GEMMS
 from extras.formats.stats_plan import FILE, MODULES, OPERANDS
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PROGRAM = "python -m extras.formats.stats_report"
+PICTURE = "quant_stats"
+COLUMN, ROW = 0.12, 0.14  # inches of a cell, at least
 Cell = tuple[int, str]  # layer, name of the column
-ANNOTATED_LAYERS = 12  # of models with more, numbers would not be read in the cells
+ANNOTATED_LAYERS, ANNOTATED_COLUMNS = 12, 26  # with more, numbers would not be read in the cells
 
 
 def cells(rows: list[dict], step: int) -> tuple[list[str], dict[str, dict[Cell, float]]]:
@@ -54,14 +63,8 @@ def error(row: dict) -> float | None:
     return row["mse"] / square if square > 0 else None
 
 
-def draw(directory: Path, step: int | None = None) -> Path:
-    """quant_stats.png of a step. UserError where the log has no such step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.colors import LogNorm, Normalize
-
+def draw(directory: Path, step: int | None = None, flags: FigureFlags = DEFAULT) -> list[Path]:
+    """quant_stats.png, or of other formats, of a step. UserError where the log has no such step."""
     rows = [row for row in read_json_lines(directory / FILE) if "underflows%" in row or "mse" in row]
     if not rows:
         raise UserError(f"{directory}: no statistics there: {FILE} is missing or empty: train with --quant_stats")
@@ -69,6 +72,16 @@ def draw(directory: Path, step: int | None = None) -> Path:
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(f"{directory / FILE}: no step {step}: it has {', '.join(map(str, steps[:10]))}, ...")
+    with figure_style():
+        figure = figure_of(rows, step)
+    return save_figure(figure, directory / PICTURE, flags)
+
+
+def figure_of(rows: list[dict], step: int) -> Figure:
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+
     columns, found = cells(rows, step)
     formats = {row["layer"]: row["format"] for row in rows}
     layers = range(1, max(formats) + 1)
@@ -77,15 +90,15 @@ def draw(directory: Path, step: int | None = None) -> Path:
         "underflows%": "Underflow: numbers that became zero, %",
         "error": "Mean squared error / mean square" if relative else "Mean squared error",
     }
-    size = (4 + 0.52 * len(columns), 2 * (2.0 + 0.32 * len(layers)))
-    figure, axes = plt.subplots(2, 1, figsize=size, layout="constrained", sharex=True)
-    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
+    size = (max(TWO_COLUMNS, 1.5 + COLUMN * len(columns)), 1 + 2 * (0.4 + ROW * len(layers)))
+    figure = Figure(figsize=size, layout="constrained")
+    for axis, (kind, title) in zip(figure.subplots(2, 1, sharex=True), titles.items(), strict=True):
         grid = [[found[kind].get((layer, column), math.nan) for column in columns] for layer in layers]
         values = [v for v in found[kind].values() if v > 0] or [1.0]
         # At least 1 % and a factor of ten across the colours: what is small, or all the same, shall look so.
         under = Normalize(0, max(*values, 1.0))
         norm = under if kind == "underflows%" else LogNorm(min(values), max(*values, 10 * min(values)))
-        colours = plt.get_cmap("viridis").with_extremes(bad="0.9", under="white")
+        colours = colormaps[SEQUENTIAL].with_extremes(bad="0.9", under="white")
         image = axis.imshow(grid, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
         figure.colorbar(image, ax=axis, pad=0.01)
         axis.set(title=f"{title} (step {step})", ylabel="layer")
@@ -94,25 +107,21 @@ def draw(directory: Path, step: int | None = None) -> Path:
         for number in range(1, len(columns)):  # a line between the matmuls
             if columns[number].split()[0] != columns[number - 1].split()[0]:
                 axis.axvline(number - 0.5, color="white", linewidth=2)
-        if len(layers) <= ANNOTATED_LAYERS:
+        if len(layers) <= ANNOTATED_LAYERS and len(columns) <= ANNOTATED_COLUMNS:
             for (layer, column), value in found[kind].items():
-                text = f"{value:.2g}" if kind == "underflows%" else f"{value:.0e}".replace("e-0", "e-")
-                shade = "black" if norm(value) > 0.6 else "white"
-                axis.text(columns.index(column), layer - 1, text, ha="center", va="center", color=shade, fontsize=7)
-    path = directory / "quant_stats.png"
-    partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=110)
-    plt.close(figure)
-    partial.replace(path)
-    return path
+                is_percent = kind == "underflows%" and (value >= 0.01 or not value)
+                text = f"{value:.2g}" if is_percent else f"{value:.0e}".replace("e-0", "e-")
+                shade = "black" if norm(value) > 0.5 else "white"
+                axis.text(columns.index(column), layer - 1, text, ha="center", va="center", color=shade, fontsize=5)
+    return figure
 
 
 def main() -> None:
-    usage = "python -m extras.formats.stats_report DIR [STEP]"
-    directory, *steps = positional(__doc__, usage, 1, 2)
-    if not all(step.isdigit() for step in steps):
-        raise UserError(f"usage: {usage}")
-    print(draw(Path(directory), *map(int, steps)))
+    words, flags = words_and_flags(__doc__, PROGRAM, FigureFlags)
+    if len(words) not in (1, 2) or not all(step.isdigit() for step in words[1:]):
+        raise UserError(f"usage: {PROGRAM} DIR [STEP] [--figure_format png svg pdf] [--dpi N]")
+    step = int(words[1]) if words[1:] else None
+    print(*draw(Path(words[0]), step, flags), sep="\n")
 
 
 if __name__ == "__main__":

@@ -381,7 +381,7 @@ def test_stats_heat_map_places_rows(tmp_path):
         from matplotlib.image import imread
 
         (tmp_path / "quant_stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return imread(draw(tmp_path, step))
+        return imread(*draw(tmp_path, step))
 
     picture = pixels(rows)
     assert np.array_equal(picture, pixels(rows))

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common.figures import FigureFlags
 from common.files.runs import read_run_info
 from common.files.safe_files import JsonLinesLog
 from common.training.curves import draw_curves, read_results
+from common.training.run_directory import clear
 from common.training.run_logger import write_results
 from common.training.verdict import held_out_prefixes
 from extras.report import held_out_table
@@ -29,7 +31,7 @@ def test_curves_show_rows(tmp_path):
         log = JsonLinesLog(tmp_path / "metrics.jsonl", -1)
         for step, loss in enumerate(losses, 1):
             log.write({"step": step, "loss": loss, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0})
-        path = draw_curves(tmp_path)
+        [path] = draw_curves(tmp_path)
         assert path == tmp_path / "training_curves.png"
         return np.asarray(Image.open(path).convert("RGB"), dtype=int)
 
@@ -63,7 +65,7 @@ def test_curves_show_each_of_many_held_out_sets(tmp_path):
             for n in range(sets):
                 row |= {f"eval_s{n}_loss": 2.0 + n / 10, f"eval_s{n}_samples": 3}
             log.write(row)
-        return np.asarray(Image.open(draw_curves(tmp_path)).convert("RGB"), dtype=int)
+        return np.asarray(Image.open(draw_curves(tmp_path)[0]).convert("RGB"), dtype=int)
 
     five, six = pixels(5), pixels(6)
     changed = np.abs(five - six).sum(-1)[: five.shape[0] // 2, : five.shape[1] // 2]
@@ -75,15 +77,15 @@ def test_curves_show_held_out_and_unigram(evaluated_run, tmp_path):
     for name in ("metrics.jsonl", "all_results.json"):
         (tmp_path / name).write_text((output_dir / name).read_text())
     assert (output_dir / "training_curves.png").exists()
-    whole = draw_curves(tmp_path).read_bytes()
+    whole = draw_curves(tmp_path)[0].read_bytes()
     results = read_results(tmp_path)
-    assert draw_curves(tmp_path).read_bytes() == whole, "a function of the files"
+    assert draw_curves(tmp_path)[0].read_bytes() == whole, "a function of the files"
     for key in ("eval_loss_masked", "eval_unigram_loss_masked", "eval_neighbours_loss_masked"):
         (tmp_path / "all_results.json").write_text(json.dumps(results | {key: results[key] + 0.5}))
-        assert draw_curves(tmp_path).read_bytes() != whole, key
+        assert draw_curves(tmp_path)[0].read_bytes() != whole, key
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "training_curves.png").unlink()
-    assert draw_curves(tmp_path) is None
+    assert draw_curves(tmp_path) == []
     assert not (tmp_path / "training_curves.png").exists()
 
 
@@ -137,7 +139,7 @@ def test_curves_title_names_model_and_data(tmp_path, count):
 
     def drawn(**about) -> np.ndarray:
         (tmp_path / "run_info.json").write_text(json.dumps(about))
-        return np.asarray(Image.open(draw_curves(tmp_path)).convert("RGB"), dtype=int)
+        return np.asarray(Image.open(draw_curves(tmp_path)[0]).convert("RGB"), dtype=int)
 
     plain = drawn()
     titled = drawn(model="esm2_t6_8M", data="processed/arrow", device="cpu x 2")
@@ -148,7 +150,7 @@ def test_curves_title_names_model_and_data(tmp_path, count):
     assert changed.max() < height // 7, "above the curves"
     columns = np.nonzero(np.abs(plain - restarted).sum(-1))[1]
     assert len(columns) > 100
-    orange = (plain[..., 0] > 240) & (abs(plain[..., 1] - 127) < 30) & (plain[..., 2] < 60)
+    orange = (plain[..., 0] > 200) & (abs(plain[..., 1] - 159) < 30) & (plain[..., 2] < 60)
     assert orange[: height // 2, : width // 2].sum() > 20, "steps skipped"
 
 
@@ -178,3 +180,20 @@ def test_report_table_shows_before_unigram_and_after(evaluated_run):
     assert [line.split("  ")[0] for line in lines[2:]] == list(expected)
     for line, (loss, perplexity, accuracy) in zip(lines[2:], expected.values(), strict=True):
         assert line.split()[-3:] == [f"{loss:.4f}", f"{perplexity:.2f}", f"{accuracy:.1%}"]
+
+
+def test_report_draws_other_formats_and_a_new_run_removes_them(tmp_path):
+    JsonLinesLog(tmp_path / "metrics.jsonl", -1).write(
+        {"step": 1, "total_steps": 1, "loss": 2.0, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0}
+    )
+    done = run_script("extras.report", tmp_path, "--figure_format", "svg", "pdf", env=environment())
+    assert done.returncode == 0, done.stderr
+    drawn = [tmp_path / f"training_curves.{form}" for form in ("svg", "pdf")]
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("plot")] == list(map(str, drawn))
+    [svg] = draw_curves(tmp_path, FigureFlags(["svg"]))
+    assert ">Learning rate</text>" in svg.read_text()
+    refused = run_script("extras.report", tmp_path, "--figure_format", "gif", env=environment())
+    assert refused.returncode == 2
+    assert "--figure_format gif: choose png, svg, pdf" in refused.stderr
+    clear(tmp_path)
+    assert list(tmp_path.glob("training_curves*")) == []
