@@ -16,6 +16,14 @@ CONTRADICTING = (
     NONE,
     NONE,
 )
+CALIBRATION = [
+    ("results.json: calibration.temperature", "none", "fitted within the training part; 1: as it came", "1", NONE),
+    *(
+        (f"results.json: calibration.{name}{by}", unit, "classes: held-out labels", base, NONE)
+        for by, base in (("", NONE), ("_by_temperature", "without it"))
+        for name, unit in (("brier", "0 to 2, over all classes"), ("calibration_error", "fraction, 15 bins"))
+    ),
+]
 HEAD = ("number", "unit", "over what", "compared with what", "error over what")
 
 # {script: rows as of HEAD}. A number is "file: key"; <...> stands for any name; a list is [value, low, high].
@@ -131,6 +139,9 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
         ("results.json: counts.test", "labels", "evaluated on", NONE, NONE),
         ("results.json: intervals.test", "proteins or clusters", "held out: what intervals are over", NONE, NONE),
         CONTRADICTING,
+        *CALIBRATION,
+        ("results.json: folds.<metric>", "the metric's", "`--folds`: the labels of one fold", NONE, NONE),
+        ("predictions.csv: fold", "none", "`--folds`: number of the fold, from 1", NONE, NONE),
         ("predictions.csv: position", "residues", "number of the residue, from 1", NONE, NONE),
         ("predictions.csv: label", "the label's", "a held-out protein or residue", NONE, NONE),
         ("predictions.csv: prediction", "the label's", "the same, by the probe", "`label`", NONE),

@@ -183,9 +183,9 @@ def test_reference_has_the_numbers_of_embed_and_probe(model, labelled, tmp_path)
     flags = ("--model_name_or_path", model, "--fasta", labelled / "my.fasta", "--use_cpu")
     call(EMBED, *flags, "--output_dir", tmp_path / "embedded")
     check_figures("embed.py", figures(tmp_path / "embedded"))
-    for name, more in (("each.csv", ("--per_residue",)), ("classes.csv", ())):
-        call(PROBE, *flags, "--labels", labelled / name, "--output_dir", tmp_path / "out" / Path(name).stem, *more)
-    check_figures("probe.py", figures(tmp_path / "out"))
+    for n, (name, more) in enumerate((("each.csv", ("--per_residue",)), ("classes.csv", ("--folds", 3)))):
+        call(PROBE, *flags, "--labels", labelled / name, "--output_dir", tmp_path / "out" / str(n), *more)
+    check_figures("probe.py", {name for name in figures(tmp_path / "out") if not name.startswith("probe.json")})
 
 
 def test_reference_has_the_numbers_of_finetune(model, labelled, tmp_path):

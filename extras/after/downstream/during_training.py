@@ -39,7 +39,7 @@ def evaluations(
 
         chosen.append(MutationEvaluation(flags.eval_mutations, longest, alphabet, reads_sets))
     if flags.eval_probe:
-        from extras.after.downstream.probes import ProbeEvaluation
+        from extras.after.downstream.run_probes import ProbeEvaluation
 
         chosen.append(ProbeEvaluation(flags.eval_probe, longest))
     return chosen

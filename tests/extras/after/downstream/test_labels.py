@@ -11,7 +11,8 @@ import pytest
 from common.cli import UserError
 from common.models.esm2.alphabet import encode
 from extras.after.downstream.labels import IGNORE, contradictions, has_label, label_items, read_examples, task_of
-from extras.after.downstream.probes import labels_of, read_sequences
+from extras.after.downstream.probes import labels_of
+from extras.after.downstream.run_probes import read_sequences
 from extras.after.downstream.splits import split_of
 from extras.prepare.sources.proteins import ProteinFlags
 from tests.data_fixtures import proteins, write_fasta

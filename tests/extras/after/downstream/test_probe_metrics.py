@@ -9,7 +9,8 @@ from sklearn import metrics
 
 from common.cli import UserError
 from extras.after.downstream.metrics import LEAST_GROUPS, values_of, with_intervals
-from extras.after.downstream.probes import Examples, check, evaluate, labels_of
+from extras.after.downstream.probe_fits import evaluate
+from extras.after.downstream.probes import Examples, check, labels_of
 
 
 def test_labels_are_classes_or_numbers_by_what_they_are():
@@ -71,7 +72,7 @@ def test_difference_from_the_baseline_is_paired():
     features = generator.normal(size=(80, 3))
     labels = features @ [1.0, 2.0, 0.5] + generator.normal(size=80)
     groups, test = np.arange(80).astype(str), np.arange(80) % 2 == 0
-    found, _ = evaluate(Examples(features, features, labels, groups, test, np.zeros(80, bool)))
+    found = evaluate(Examples(features, features, labels, groups, test, np.zeros(80, bool))).results
     assert found["probe"]["r2"][2] - found["probe"]["r2"][1] > 0.1
     assert found["difference"] == {name: [0.0, 0.0, 0.0] for name in found["probe"]}
 

@@ -17,7 +17,8 @@ from sklearn.preprocessing import StandardScaler
 from transformers import AutoTokenizer, EsmModel
 
 from common.cli import UserError
-from extras.after.downstream.probes import ALPHAS, FOLDS, STRENGTHS, TEST_SHARE
+from extras.after.downstream.probe_fits import ALPHAS, FOLDS, STRENGTHS
+from extras.after.downstream.probes import TEST_SHARE
 from extras.after.downstream.splits import split_of
 from tests.data_fixtures import call, write_fasta
 from tests.extras.after.downstream.probing import COUNT, NAMES, PROBE, ROWS, probe

@@ -8,7 +8,7 @@ import pytest
 
 from common.cli import UserError
 from extras.after.downstream.labels import read_examples
-from extras.after.downstream.probes import read_sequences
+from extras.after.downstream.run_probes import read_sequences
 from extras.after.downstream.splits import given_splits
 from tests.data_fixtures import proteins
 from tests.extras.after.downstream.tables import write_table
