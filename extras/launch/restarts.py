@@ -40,7 +40,8 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 def output_dir_of(arguments: list[str]) -> Path | None:
     """The train script's --output_dir; None for a command that writes no checkpoints to count starts by."""
-    if not {"-m", "--module"}.isdisjoint(arguments) or "embed.py" in (Path(word).name for word in arguments):
+    in_parts = any(Path(word).name in ("embed.py", "predict.py") for word in arguments)
+    if in_parts or not {"-m", "--module"}.isdisjoint(arguments):
         return None
     output_dir = None
     for word, following in zip(arguments, [*arguments[1:], None], strict=True):

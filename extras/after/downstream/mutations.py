@@ -13,7 +13,7 @@ import numpy as np
 from common.cli import UserError
 from common.data.alphabet import Alphabet
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.after.downstream.results import named_tables
+from extras.after.downstream.named_tables import named_tables
 from extras.after.inference.contexts import ContextFlags, Contexts, mean_over
 from extras.after.inference.correlation import spearman
 from extras.after.inference.encoder import Encoder, EncoderFlags

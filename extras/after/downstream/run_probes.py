@@ -11,9 +11,9 @@ import numpy as np
 
 from extras.after.downstream.labels import read_rows, sequences_of, usable_rows
 from extras.after.downstream.metrics import values_of
+from extras.after.downstream.named_tables import named_tables
 from extras.after.downstream.probe_fits import chosen_probe, predict
 from extras.after.downstream.probes import Examples, Labelled, contradicting, examples_of, labelled
-from extras.after.downstream.results import named_tables
 from extras.after.inference.encoder import Encoder, EncoderFlags, embed
 
 logger = logging.getLogger(__name__)

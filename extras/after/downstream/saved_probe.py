@@ -42,7 +42,7 @@ class Source:
 class SavedProbe:
     """label_column: what it predicts; kind: of `PROBES`; classes: in the order of the logits, () of numbers;
     temperature: of the logits; fitted_on: "train" or "all"; labels: how many it was fitted to; arrays: of `LINEAR` or
-    `OF_PROCESS`, and `scores`, how wrong it was on what it had not seen."""
+    `OF_PROCESS`, and `scores`."""
 
     label_column: str
     kind: str
@@ -51,6 +51,11 @@ class SavedProbe:
     fitted_on: str
     labels: int
     arrays: dict[str, np.ndarray]
+
+    @property
+    def scores(self) -> np.ndarray:
+        """How wrong the probe was on what it had not seen, as of conformal.py."""
+        return self.arrays["scores"]
 
     def outputs(self, features: np.ndarray) -> Outputs:
         """features: [N, F]. As `outputs_of` the model that it was made from."""
@@ -114,7 +119,7 @@ def read_probes(directory: Path) -> tuple[Source, list[SavedProbe]]:
     try:
         about = read_json(directory / ABOUT)
         if about["format"] != FORMAT:
-            raise UserError(f"{directory / ABOUT}: of another version (format {str(about['format'])[:20]}): {again}")
+            raise ValueError(f"format {str(about['format'])[:20]} is of another version")
         source, arrays = Source(**about["embeddings"]), load_file(directory / ARRAYS)
         probes = []
         for n, each in enumerate(about["probes"]):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from common.distributed.world import World
 from common.files.content_hash import content_hash
 from common.flags import Missing, flag
 from common.models.family import encoder_family
-from common.models.layers.hf_directory import model_files, model_hash
+from common.models.layers.hf_directory import model_hash
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
 from extras.after.inference.encoder import (
     Encoder,
@@ -39,7 +40,7 @@ from extras.after.inference.encoder import (
     write_part,
 )
 from extras.after.inference.exported import exported
-from extras.prepare.output_directory import RECORD, Build, building, hold_work, read_record, refuse_inputs
+from extras.prepare.output_directory import Build, building, hold_work, read_record, refuse_inputs
 from extras.prepare.sources.proteins import ProteinFlags, proteins_of
 
 logger = logging.getLogger(__name__)
@@ -127,27 +128,9 @@ def names_of(args: EmbeddingFlags) -> Iterator[str]:
     return (name for name, _ in proteins_of(str(args.fasta), args.proteins))
 
 
-def recorded_form(args: EmbeddingFlags, made_from: dict) -> dict:
-    """`made_from`, or what an earlier version, which recorded paths and dates, wrote for this model and input.
-
-    UserError if the model is newer than that output: it may have been replaced.
-    """
-    directory, fasta = Path(args.output_dir) / OUTPUT, Path(args.fasta).stat()
-    earlier = args.settings | {"model_name_or_path": args.model_name_or_path, "fasta": Path(args.fasta).name}
-    earlier |= {"size": fasta.st_size, "mtime_ns": fasta.st_mtime_ns}
-    record = read_record(directory)
-    if args.overwrite or record is None or record["made_from"] != earlier:
-        return made_from
-    model = [path.stat() for path in model_files(args.model_name_or_path)]
-    if max(max(file.st_mtime_ns, file.st_ctime_ns) for file in model) >= (directory / RECORD).stat().st_ctime_ns:
-        raise UserError(
-            f"{directory}: made by an earlier version, and {args.model_name_or_path} may have changed since: give "
-            "--overwrite to make it again, or another --output_dir"
-        )
-    return earlier
-
-
-def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: dict) -> tuple[Encoder, Totals]:
+def begin(
+    args: EmbeddingFlags, world: World, build: Build | None, made_from: dict, making: Making
+) -> tuple[Encoder, Totals]:
     """Load the model and count the input, on all ranks together. build: on rank 0 only."""
     counts = None
     with world.on_main_rank() as is_main:
@@ -158,7 +141,7 @@ def begin(args: EmbeddingFlags, world: World, build: Build | None, made_from: di
     if world.is_main:
         totals.report(f"--fasta {args.fasta}")
     with world.raise_together():
-        encoder = Encoder(args, world.device)
+        encoder = making.encoder(args, world.device)
     with world.on_main_rank() as is_main:
         if is_main:
             if model_hash(args.model_name_or_path) != made_from["model_hash"]:
@@ -203,8 +186,30 @@ def rows_of(part: list[Protein], encoder: Encoder) -> list[Protein]:
     return [chain for protein in part for chain in named_chains(*protein)]
 
 
+@dataclass(frozen=True)
+class Making:
+    """What is made of each part: embeddings; another script's own has the same arguments. settings: what it depends on
+    besides the flags; finish: called with the directory that has all parts."""
+
+    output: str = OUTPUT
+    settings: dict = field(default_factory=dict)
+    encoder: Callable[..., Encoder] = Encoder
+    embed: Callable[..., list[Tensor]] = embed_part
+    table: Callable[..., Any] = table
+    finish: Callable[[Path], None] = lambda directory: None
+
+
+EMBEDDINGS = Making()
+
+
 def make_parts(
-    args: EmbeddingFlags, world: World, encoder: Encoder, directory: Path, facts: Facts, totals: Totals
+    args: EmbeddingFlags,
+    world: World,
+    encoder: Encoder,
+    directory: Path,
+    facts: Facts,
+    totals: Totals,
+    making: Making,
 ) -> None:
     """Make this rank's parts, every `world.size`th, except those that exist."""
     with slow_bar(totals.residues, "residues", not world.is_main) as bar:
@@ -223,8 +228,8 @@ def make_parts(
             residues += sum(len(text) // width for _, text in part)
             if number % world.size == world.rank and not is_made(path, rows, facts):
                 pooling, layers = None if args.per_residue else args.pooling, args.repr_layers or ()
-                embedded = embed_part(encoder, part, partial(done, residues), pooling, layers, contexts)
-                write_part(table(rows, embedded, facts, layers, width), path)
+                embedded = making.embed(encoder, part, partial(done, residues), pooling, layers, contexts)
+                write_part(making.table(rows, embedded, facts, layers, width), path)
             bar.update(residues - bar.n)  # with those of parts that exist, or that other ranks make
             seen += len(part)
             bar.set_postfix_str(f"{seen:,} of {totals.proteins:,} proteins", refresh=False)
@@ -241,7 +246,7 @@ def embed_all(args: EmbeddingFlags, world: World) -> None:
         embed_with(replace(args, model_name_or_path=model), world)
 
 
-def embed_with(args: EmbeddingFlags, world: World) -> None:
+def embed_with(args: EmbeddingFlags, world: World, making: Making = EMBEDDINGS) -> None:
     """Make OUTPUT_DIR/embeddings by a model in transformers' files, a directory or a name; all ranks together."""
     with world.raise_together():
         if args.context.homologs:
@@ -251,19 +256,23 @@ def embed_with(args: EmbeddingFlags, world: World) -> None:
             identity(with_layers(args))  # reads all files first: the other ranks of the node then use the caches
     with world.raise_together():
         args = with_layers(args)
-        made_from = identity(args)
+        made_from = identity(args) | making.settings
     world.assert_same(made_from)
     hashes = ("model_hash", "fasta_hash", *(["homologs_hash"] if args.context.homologs else []))
     facts = {name.encode(): made_from[name].encode() for name in hashes}
-    facts[b"settings"] = json.dumps(args.settings, sort_keys=True).encode()
+    facts[b"settings"] = json.dumps(args.settings | making.settings, sort_keys=True).encode()
     parent, build = Path(args.output_dir), None
     with ExitStack() as stack:
         with world.on_main_rank() as is_main:
             if is_main:
-                recorded = recorded_form(args, made_from)
-                build = stack.enter_context(building(parent, [OUTPUT], recorded, args.overwrite))
+                recorded, record = made_from, read_record(parent / making.output)
+                if record and record["made_from"] != made_from and not args.overwrite:
+                    from extras.after.inference.earlier_embeddings import recorded_form
+
+                    recorded = recorded_form(args, parent / making.output, made_from, record)
+                build = stack.enter_context(building(parent, [making.output], recorded, args.overwrite))
         relative = world.broadcast_object(
-            str(build.paths[OUTPUT].relative_to(parent)) if build and build.paths else None
+            str(build.paths[making.output].relative_to(parent)) if build and build.paths else None
         )
         if relative is None:
             return
@@ -275,9 +284,9 @@ def embed_with(args: EmbeddingFlags, world: World) -> None:
                 )
             if not world.is_main:
                 hold_work(parent)
-        encoder, totals = begin(args, world, build, made_from)
+        encoder, totals = begin(args, world, build, made_from, making)
         # Outside `raise_together`: a rank that fails ends at once, not when the others are done.
-        make_parts(args, world, encoder, directory, facts, totals)
+        make_parts(args, world, encoder, directory, facts, totals, making)
         world.watch.mark("waiting for the other ranks", 0)
         with world.raise_together():
             pass
@@ -289,6 +298,7 @@ def embed_with(args: EmbeddingFlags, world: World) -> None:
                     raise UserError(f"--fasta {args.fasta}: changed while it was read: start again")
                 if any(made_from[name] != found for name, found in args.context.hashes(names_of(args)).items()):
                     raise UserError(f"--homologs {args.context.homologs}: changed while it was read: start again")
+                making.finish(directory)
                 build.results |= asdict(totals)
                 stack.close()  # publishes
     logger.info("%s proteins of %s residues embedded", f"{totals.proteins:,}", f"{totals.residues:,}")

@@ -23,6 +23,8 @@ from common.models.esm2.convert import ADAPTER
 from extras.after.downstream.finetuning import FineTuning
 from extras.after.downstream.labels import read_examples
 from extras.after.downstream.splits import split_of
+from extras.after.downstream.tuned_model import make_model
+from extras.after.downstream.tuning_flags import TuningFlags
 from tests.data_fixtures import call, load_script
 from tests.extras.after.downstream.tables import write_table
 from tests.forked import Script, run_script
@@ -69,10 +71,10 @@ def flags_of(model, table, out, **flags):
 
 def tuning_of(untrained, table, dropout=0.0, **settings) -> FineTuning:
     task, examples = read_examples(str(table))
-    args = FINETUNE.Arguments(str(untrained), str(table), "unused", lora_dropout=dropout)
+    args = TuningFlags(str(untrained), str(table), "unused", lora_dropout=dropout)
     defaults = {"learning_rate": 1e-2, "epochs": 1, "batch_size": 8, "tokens_per_batch": 4096, "weight_decay": 0.01}
     defaults |= {"warmup": 0.1, "max_grad_norm": 1.0, "patience": 3, "seed": 4, "bf16": False, "save_steps": 100}
-    return FineTuning(FINETUNE.make_model(args, task), task, examples, CPU, **defaults | settings)
+    return FineTuning(make_model(args, task), task, examples, CPU, **defaults | settings)
 
 
 @pytest.mark.parametrize("kind", ["protein", "letters"])
@@ -263,7 +265,7 @@ def test_finetune_takes_the_output_of_a_version_without_manifests(untrained, tab
     with pytest.raises(UserError, match="was made from other input or arguments"):
         call(FINETUNE, *words, "--seed", 7)
     call(FINETUNE, *words, "--seed", 7, "--overwrite")
-    names = {"model", "predictions.csv", "results.json", ".files.json"}
+    names = {"model", "predictions.csv", "results.json", "calibration.safetensors", ".files.json"}
     assert {path.name for path in (tmp_path / "tuned").iterdir()} == names
 
 
