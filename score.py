@@ -31,6 +31,7 @@ import numpy as np
 
 from common.cli import UserError, run
 from common.console import slow_bar
+from common.figures import FigureFlags
 from common.files.content_hash import content_hash
 from common.flags import Missing, flag, parse_arguments
 from common.models.family import encoder_family
@@ -97,7 +98,9 @@ class Arguments(EncoderFlags):
 
     fasta: str | None = flag(None, "The wild type; or several, which the column `protein` names.")
     mutations: str | None = flag(None, "The CSV, of mutations or of whole mutated sequences.", "sequences")
-    all_single_mutants: bool = flag(False, "Instead of --mutations: a matrix and a heat map of each protein.")
+    all_single_mutants: bool = flag(
+        False, "Instead of --mutations: a matrix and a heat map of each protein, and its best and worst."
+    )
     output: str | None = flag(None, "The CSV with the scores; of --all_single_mutants a directory.")
     mutation_column: str = flag(MUTANT, "The column of the mutations. Without it `mutated_sequence` or `sequence`.")
     protein_column: str = flag(PROTEIN, "The column of the ids in --fasta; needed if it has several.")
@@ -120,6 +123,7 @@ class Arguments(EncoderFlags):
     decoder: CausalFlags = field(default_factory=CausalFlags)
     context: ContextFlags = field(default_factory=ContextFlags)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
+    figures: FigureFlags = field(default_factory=FigureFlags)
 
     def missing(self) -> Iterator[Missing]:
         needed = {
@@ -140,6 +144,8 @@ class Arguments(EncoderFlags):
             for name in ("mutations", "measured_column"):
                 if getattr(self, name):
                     raise UserError(f"--{name}: does not go with --all_single_mutants: drop one of them")
+        elif self.figures.given:
+            raise UserError("--figure_format and --dpi: are of the pictures of --all_single_mutants: drop them")
         for name in self.inputs:
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
@@ -202,7 +208,7 @@ def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, A
             check_family(model)
         encoder_family(model).load_config(model)
     made_from = hashes | {"model_hash": model_hash(model)} | {name: getattr(args, name) for name in SETTINGS}
-    made_from |= args.proteins.given | args.context.given
+    made_from |= args.proteins.given | args.context.given | args.figures.given
     return made_from | ({"measured_column": args.measured_column} if args.measured_column else {})
 
 
@@ -329,7 +335,7 @@ def score_all(args: Arguments) -> None:
         matrices = {name: of_all_chains(proteins.values(), values) for name, values in of_records.items()}
         proteins = dict(chain for protein in proteins.items() for chain in named_chains(*protein))
         about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
-        log_variance(write_matrices(output, proteins, matrices, args.first_residue, about))
+        log_variance(write_matrices(output, proteins, matrices, args.first_residue, args.figures, about))
     logger.info("Written: %s", to_open(directory))
 
 

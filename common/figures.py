@@ -27,7 +27,8 @@ LINES = ("-", "--", "-.", (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 # Colour maps whose lightness rises from end to end, so that a printed grey still says which value is higher.
 SEQUENTIAL = "viridis"
-DIVERGING = "cividis"  # blue, grey, yellow: for limits as far below zero as above it
+DIVERGING = "below_and_above_zero"  # for limits as far below zero as above it; known within `figure_style`
+BELOW_AND_ABOVE_ZERO = ("#08204F", "#1F63B0", "#B4B4B4", "#FFEF5E")  # at 0, 1/4, 1/2 and 1: zero is grey
 FORMATS = ("png", "svg", "pdf")
 LOWEST_DPI, HIGHEST_DPI = 50, 1200
 MOST_PIXELS = 65_000  # a side: matplotlib draws less than 2**16
@@ -73,6 +74,11 @@ class FigureFlags(Flags):
     dpi: int = flag(200, "Dots per inch of pictures in PNG; raise it for print.")
 
     @property
+    def given(self) -> dict[str, Any]:
+        """What is not the default: {} or {"figures": [formats, dots per inch]}."""
+        return {} if self == DEFAULT else {"figures": [list(self.formats), self.dpi]}
+
+    @property
     def formats(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.figure_format or FORMATS[:1]))
 
@@ -91,7 +97,11 @@ DEFAULT = FigureFlags()
 def figure_style() -> Iterator[None]:
     """Within it figures are made in the project's style, whatever the user's matplotlibrc says."""
     import matplotlib
+    from matplotlib.colors import LinearSegmentedColormap
 
+    if DIVERGING not in matplotlib.colormaps:
+        points = list(zip((0, 0.25, 0.5, 1), BELOW_AND_ABOVE_ZERO, strict=True))
+        matplotlib.colormaps.register(LinearSegmentedColormap.from_list(DIVERGING, points))
     defaults = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
     with matplotlib.rc_context(defaults | STYLE):
         yield

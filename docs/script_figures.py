@@ -55,6 +55,14 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
             "the wild type, which has 0",
             OF_ONE_MODEL,
         ),
+        ("best_and_worst.csv: rank", "", "1 is the protein's best mutant, or its worst (`end`)", NONE, NONE),
+        (
+            "best_and_worst.csv: <score>",
+            "nats",
+            "the substitution, of the first score alone",
+            "the wild type, which has 0",
+            OF_ONE_MODEL,
+        ),
         ("scores.json: variance.<matrix>.scores", "scores", "substitutions, without the wild type", NONE, NONE),
         (
             "scores.json: variance.<matrix>.residues",

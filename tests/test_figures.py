@@ -106,7 +106,8 @@ def test_first_colours_differ_in_grey_and_all_series_in_more_than_colour():
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("name", [figures.SEQUENTIAL, figures.DIVERGING])
 def test_lightness_of_colour_maps_rises(name, seen):
-    lightness = lab(colormaps[name](np.linspace(0, 1, 32))[:, :3], seen)[:, 0]
+    with figure_style():
+        lightness = lab(colormaps[name](np.linspace(0, 1, 32))[:, :3], seen)[:, 0]
     assert np.diff(lightness).min() > 0
     assert np.ptp(lightness) > 60
 

@@ -1,20 +1,18 @@
-"""The matrix of a protein's single mutants: its table, its heat map, and what its scores follow from."""
+"""The matrix of a protein's single mutants: its table, the best and worst of them, and what scores follow from."""
 
 from __future__ import annotations
 
 import csv
 import math
+from itertools import zip_longest
 from pathlib import Path
-from textwrap import fill
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from extras.after.inference.mutation_scores import RESIDUES
 
-ORDER = "GAVLIMCFYWPSTNQHKRDE"  # of a heat map: small and hydrophobic, aromatic, polar, charged
-POSITIONS_IN_ROW = 100
-INCHES_PER_POSITION, NARROWEST_INCHES, CHARACTERS_PER_INCH = 0.13, 7.0, 11
+SHOWN = 10  # best and worst mutants of a protein
 # From here on a table of 380 numbers, one a pair of residues, correlates with the matrix by more than 0.97, and the
 # rest has less than a quarter of its standard deviation: too little to be seen in a picture.
 NEARLY_ALL = 0.95
@@ -89,36 +87,36 @@ def write_matrix(path: Path, text: bytes, matrix: np.ndarray, first_residue: int
             writer.writerow([n + first_residue, chr(text[n]).upper(), *cells])
 
 
-def draw(path: Path, title: str, text: bytes, matrix: np.ndarray, first_residue: int) -> None:
-    """A heat map, in rows of `POSITIONS_IN_ROW` positions; dots mark the wild type; below it the `shares`."""
-    from matplotlib.figure import Figure
+class Mutant(NamedTuple):
+    """A single mutant, A24G, and its score."""
 
-    starts = range(0, len(text), POSITIONS_IN_ROW)
-    inches = max(NARROWEST_INCHES, 1 + INCHES_PER_POSITION * min(len(text), POSITIONS_IN_ROW))
-    figure = Figure(figsize=(inches, 1.2 + 3.2 * len(starts)), layout="constrained")
-    rows = figure.subplots(len(starts), squeeze=False)[:, 0]
-    shown = matrix[:, [RESIDUES.index(letter) for letter in ORDER]].T
-    known = np.abs(shown[np.isfinite(shown)])
-    limit = float(np.percentile(known, 99)) if known.any() else 1.0
+    name: str
+    score: float
+
+
+def extremes(text: bytes, matrix: np.ndarray, first_residue: int) -> tuple[list[Mutant], list[Mutant]]:
+    """The `SHOWN` mutants with the highest scores, best first, and those with the lowest, worst first; of equal scores
+    the first along the protein. None is in both: of few mutants the best are fewer.
+
+    matrix: as of `shares`; scores of the wild type itself and NaN are left out.
+    """
     letters = text.decode("latin-1").upper()
-    for axes, start in zip(rows, starts, strict=True):
-        part = shown[:, start : start + POSITIONS_IN_ROW]
-        width, first = part.shape[1], start + first_residue
-        extent = (first - 0.5, first + width - 0.5, len(ORDER) - 0.5, -0.5)
-        options: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", "extent": extent}
-        image = axes.imshow(part, **options)
-        axes.set_facecolor("0.8")
-        wild = [(first + n, ORDER.index(x)) for n, x in enumerate(letters[start : start + width]) if x in ORDER]
-        axes.plot([x for x, _ in wild], [y for _, y in wild], "k.", markersize=3)
-        axes.set_yticks(range(len(ORDER)), list(ORDER), fontsize=7)
-        axes.set_ylabel("mutant")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_xlim(first - 0.5, first + POSITIONS_IN_ROW - 0.5 if len(starts) > 1 else first + width - 0.5)
-    rows[0].set_title(title)
-    rows[-1].set_xlabel("residue (dot: the wild type)")
-    of_variance = shares(text, matrix)
-    sentences = [str(of_variance), WARNING] if of_variance.of_residues_alone else [str(of_variance)]
-    note = "\n".join(fill(sentence, int(CHARACTERS_PER_INCH * inches)) for sentence in sentences)
-    figure.supxlabel(note, fontsize=10, weight="bold" if of_variance.of_residues_alone else "normal")
-    figure.colorbar(image, ax=list(rows), label="log p(mutant) - log p(wild type), nats")
-    figure.savefig(path, dpi=80)
+    wild, mutant = np.array(list(letters))[:, None], np.array(list(RESIDUES))[None]
+    place, column = np.nonzero(np.isfinite(matrix) & (wild != mutant))
+    values = matrix[place, column]
+    found = [
+        Mutant(f"{letters[n]}{n + first_residue}{RESIDUES[c]}", float(value))
+        for n, c, value in zip(place, column, values, strict=True)
+    ]
+    worst = [found[n] for n in np.argsort(values, kind="stable")[:SHOWN]]
+    best = [found[n] for n in np.argsort(-values, kind="stable")[: min(SHOWN, len(found) - len(worst))]]
+    return best, worst
+
+
+def extremes_table(best: list[Mutant], worst: list[Mutant]) -> list[str]:
+    """Lines for a terminal: the best on the left, the worst on the right."""
+    rows = zip_longest([("best", ""), *best], [("worst", ""), *worst], fillvalue=("", ""))
+    cells = [[name, score if isinstance(score, str) else f"{score:+.2f}"] for pair in rows for name, score in pair]
+    width = max(len(name) for name, _ in cells)
+    sides = [f"{name:<{width}} {score:>7}" for name, score in cells]
+    return [f"  {left}    {right}".rstrip() for left, right in zip(sides[::2], sides[1::2], strict=True)]

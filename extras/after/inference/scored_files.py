@@ -11,16 +11,29 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError
+from common.figures import FigureFlags
 from common.files.content_hash import content_hash
 from common.files.safe_files import file_name, is_plain_name, read_json, replace_flushed
 from extras.after.downstream.outputs import Manifest, Output, writing
-from extras.after.inference.mutant_matrix import WARNING, Shares, draw, shares, write_matrix
+from extras.after.inference.mutant_matrix import (
+    SHOWN,
+    WARNING,
+    Mutant,
+    Shares,
+    extremes,
+    extremes_table,
+    shares,
+    write_matrix,
+)
+from extras.after.inference.mutant_picture import draw
 
 logger = logging.getLogger(__name__)
 ERROR = "_error"  # ends the name of a column of standard errors over contexts
 RECORD = "scores.json"  # in a directory of --all_single_mutants
 SCRIPT = "score.py"
+EXTREMES = "best_and_worst.csv"  # beside it
 SAID = 20  # matrices whose variance is printed
+TABLES = 3  # proteins whose best and worst mutants are printed
 
 
 def written(output: Path) -> list[Path]:
@@ -58,12 +71,19 @@ def write(output: Path, record: Path, header: list[str], rows: list[dict], about
 
 
 def write_matrices(
-    output: Output, proteins: dict[str, bytes], scores: dict[str, list[np.ndarray]], first_residue: int, about: dict
+    output: Output,
+    proteins: dict[str, bytes],
+    scores: dict[str, list[np.ndarray]],
+    first_residue: int,
+    figures: FigureFlags,
+    about: dict,
 ) -> dict[str, Shares]:
-    """NAME.SCORE.csv of each protein and score, and NAME.png of the first score; then their record, with what each
-    table's variance follows from, which is returned too."""
+    """NAME.SCORE.csv of each protein and score, and of the first score NAME.png, and the best and worst mutants, which
+    are logged too; then their record, with what each table's variance follows from, which is returned."""
     variance: dict[str, Shares] = {}
     taken: set[str] = set()
+    main = next(iter(scores))
+    found: dict[str, tuple[list[Mutant], list[Mutant]]] = {}
     with output.replaced() as directory:
         for number, (name, text) in enumerate(proteins.items()):
             stem = file_name(name, taken)
@@ -71,11 +91,36 @@ def write_matrices(
                 write_matrix(directory / f"{stem}.{column}.csv", text, matrices[number], first_residue)
                 if not column.endswith(ERROR):
                     variance[f"{stem}.{column}"] = shares(text, matrices[number])
-            column = next(iter(scores))
-            draw(directory / f"{stem}.png", f"{name[:60]}: {column}", text, scores[column][number], first_residue)
+            first = (text, scores[main][number], first_residue)
+            found[name] = extremes(*first)
+            draw(directory / stem, taken, f"{name[:60]}: {main}", *first, figures)
+        write_extremes(directory / EXTREMES, main, found)
         about = about | {"variance": {name: each._asdict() for name, each in variance.items()}}
         (directory / RECORD).write_text(json.dumps(about, indent=1))
+    log_extremes(main, found)
     return variance
+
+
+def write_extremes(path: Path, column: str, found: dict[str, tuple[list[Mutant], list[Mutant]]]) -> None:
+    """A row for each of the best and worst mutants of each protein; rank: 1 is the best, or the worst."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["protein", "end", "rank", "mutant", column])
+        for name, ends in found.items():
+            for end, mutants in zip(("best", "worst"), ends, strict=True):
+                for rank, mutant in enumerate(mutants, 1):
+                    writer.writerow([name, end, rank, mutant.name, f"{mutant.score:.6f}"])
+
+
+def log_extremes(column: str, found: dict[str, tuple[list[Mutant], list[Mutant]]]) -> None:
+    """A table each, of at most `TABLES` proteins."""
+    some = {name: ends for name, ends in found.items() if ends[1]}
+    for name, ends in list(some.items())[:TABLES]:
+        table = "\n".join(extremes_table(*ends))
+        logger.info("%s: the best and worst %d single mutants by %s, nats\n%s", name[:60], SHOWN, column, table)
+    if some:
+        more = f"; of {len(some) - TABLES:,} more proteins: {EXTREMES}" if len(some) > TABLES else ""
+        logger.info("Scores say what the model finds likely, not what is stable or works: measure several%s", more)
 
 
 def earlier_matrices(output: Path) -> Manifest | None:
