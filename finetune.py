@@ -40,7 +40,14 @@ from extras.after.downstream.results import RESULTS
 from extras.after.downstream.splits import SPLITS
 from extras.after.downstream.stock_model import config_for_proteins
 from extras.after.downstream.tuned_card import card_of
-from extras.after.downstream.tuned_model import CALIBRATION, MODEL, make_model, targets_of, write_calibration
+from extras.after.downstream.tuned_model import (
+    CALIBRATION,
+    MODEL,
+    make_model,
+    targets_of,
+    write_calibration,
+    write_lm_head,
+)
 from extras.after.downstream.tuning_flags import LORA, SIZES, TuningFlags
 from extras.after.inference.exported import is_checkpoint
 from extras.prepare.relatives import say_relatives
@@ -116,7 +123,9 @@ def write(
     with replace_directory(directory / MODEL) as partial:
         # peft would ask the Hub whether the vocabulary has grown.
         model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
-        if not args.full:
+        if args.full:
+            write_lm_head(partial, str(args.model_name_or_path), model)
+        else:
             model.config.save_pretrained(partial)  # the classes' names, which an adapter's own files lack
         family.adapter.write_tokenizer(partial)
         lora_r = None if args.full else args.value("lora_r")

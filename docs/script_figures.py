@@ -17,7 +17,7 @@ CONTRADICTING = (
     NONE,
 )
 CALIBRATION = [
-    ("results.json: calibration.temperature", "none", "fitted within the training part; 1: as it came", "1", NONE),
+    ("results.json: calibration.temperature", "none", "fitted on other labels than these; 1: as it came", "1", NONE),
     *(
         (f"results.json: calibration.{name}{by}", unit, "classes: held-out labels", base, NONE)
         for by, base in (("", NONE), ("_by_temperature", "without it"))
@@ -158,6 +158,7 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
         ("results.json: counts.<split>", "proteins", "of the split", NONE, NONE),
         ("results.json: intervals.<split>", "proteins or clusters", "what its intervals are over", NONE, NONE),
         CONTRADICTING,
+        *CALIBRATION,
         ("results.json: best_epoch", "epochs", "the one whose weights are written", "validation loss", NONE),
         ("results.json: history.epoch", "epochs", "done", NONE, NONE),
         ("results.json: history.train_loss", "nats, or squared", "mean over the epoch's steps", NONE, NONE),

@@ -5,6 +5,7 @@ Each family knows its tensors. `write_directory` writes such directories.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,8 @@ from common.files.safe_files import check_type, is_plain_name, open_regular, rea
 from common.hooks import extra
 
 Config = TypeVar("Config")
+logger = logging.getLogger(__name__)
+TASK_HEADS, LM_HEAD = ("classifier.", "score."), "lm_head.safetensors"  # of a fully fine-tuned model
 
 # Keys with which a config.json makes transformers load code.
 NAMES_CODE = {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
@@ -197,7 +200,9 @@ def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
         except (SafetensorError, OSError, ValueError) as error:
             reason = one_line(error)[:160]
             raise UserError(f"{path}: cannot be read: {reason}; cut short? Copy or download it again") from error
-    return root, theirs
+    if len(own := {name: x for name, x in theirs.items() if not name.startswith(TASK_HEADS)}) < len(theirs):
+        logger.info("%s: its head, of finetune.py, is ignored", root)
+    return root, own
 
 
 def check_finite(name: str, tensor: Tensor, where: str) -> Tensor:
@@ -267,6 +272,7 @@ def _weight_files(root: Path) -> list[Path]:
         for name in names:
             if not is_plain_name(name):
                 raise UserError(f"{index}: names {shorten(name)}, which is no file of the directory")
+    names = [*names, *([LM_HEAD] if os.path.lexists(root / LM_HEAD) else [])]
     for name in names:
         if not os.path.lexists(root / name):
             other = next(root.glob("pytorch_model*.bin"), None)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch
 from torch import Tensor
 
 from common.cli import UserError, one_line
@@ -23,7 +24,7 @@ from common.files.content_hash import combined_hash
 from common.files.runs import final_model_of
 from common.files.safe_files import read_json
 from common.models.family import NO_STOCK, encoder_family
-from common.models.layers.hf_directory import dropout_of, local_directory, model_hash
+from common.models.layers.hf_directory import LM_HEAD, TASK_HEADS, dropout_of, local_directory, model_hash
 from extras.after.downstream.labels import TaskSpec
 from extras.after.downstream.probe_fits import Outputs
 from extras.after.downstream.results import RESULTS
@@ -35,7 +36,7 @@ from extras.after.inference.encoder import Encoder, Progress, Protein, embed, wi
 logger = logging.getLogger(__name__)
 MODEL, CALIBRATION = "model", "calibration.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-HEADS = ("classifier", "score")  # the names of stock models' heads
+HEADS = tuple(name.removesuffix(".") for name in TASK_HEADS)
 
 
 def targets_of(args: TuningFlags) -> str:
@@ -209,6 +210,16 @@ def read_tuned(directory: Path, given: str | None) -> Tuned:
     base_hash, base = model_hash(base) if full else made_from["model"], final_model_of(base)
     own = combined_hash([directory / CALIBRATION, *([] if full else [model / ADAPTER_WEIGHTS])])
     return Tuned(directory, base, base_hash, own, task, **values, temperature=temperature, scores=scores)
+
+
+def write_lm_head(directory: Path, name: str, stock: Any) -> None:
+    """The language-model head that the model had, for score.py. stock: all its weights were trained; it has none."""
+    family = encoder_family(name)
+    config = family.load_config(name)
+    pieces, extras = family.adapter.read(name, config)
+    published = family.adapter.to_hf(dict(pieces).__getitem__, config, extras)
+    own = stock.state_dict().keys()
+    save_torch({key: tensor.contiguous() for key, tensor in published if key not in own}, directory / LM_HEAD)
 
 
 def write_calibration(path: Path, scores: np.ndarray, temperature: float) -> None:

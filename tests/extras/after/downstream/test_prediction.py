@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoTokenizer, EsmForSequenceClassification
+from transformers import AutoTokenizer, EsmForMaskedLM, EsmForSequenceClassification
 
 from common.cli import UserError
 from extras.after.downstream.prediction import PREDICTED, TABLE
@@ -194,3 +194,32 @@ def test_tuned_model_that_is_not_its_results_own_is_refused(model, fasta, labels
     with pytest.raises(UserError, match="has no calibration.safetensors, as in earlier versions"):
         predict(tmp_path / "tuned", fasta, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_whole_fine_tuned_model_embeds_and_scores_as_any(model, fasta, labels, tmp_path, caplog):
+    """Its embeddings are transformers' of the same files; its scores are by the head that the model had before."""
+    given = ("--model_name_or_path", model, "--dataset", labels["class"], "--output_dir", tmp_path / "tuned")
+    call(FINETUNE, *given, *TUNING, "--full", "True")
+    tuned = tmp_path / "tuned" / "model"
+    caplog.set_level("INFO")
+    one = write_fasta(tmp_path / "one.fasta", [("one", "MKVLAGHIWY")])
+    call_embed(tuned, one, tmp_path / "embedded")
+    assert f"{tuned}: its head, of finetune.py, is ignored" in caplog.messages
+    stock = EsmForSequenceClassification.from_pretrained(tuned).eval()
+    before = EsmForMaskedLM.from_pretrained(model).eval()
+    ids = AutoTokenizer.from_pretrained(tuned)("MKVLAGHIWY", return_tensors="pt")
+    with torch.no_grad():
+        hidden = stock.esm(**ids).last_hidden_state
+        assert not torch.allclose(hidden, before.esm(**ids).last_hidden_state, atol=1e-3)
+        before.esm.load_state_dict(stock.esm.state_dict())
+        logits = before(**ids).logits.log_softmax(-1)[0]
+    columns = pq.read_table(tmp_path / "embedded" / "embeddings" / "part-00000.parquet")["embedding"]
+    assert columns[0].as_py() == pytest.approx(hidden[0, 1:-1].mean(0).tolist(), abs=1e-4)
+    mutants = write_table(tmp_path / "mutants.csv", ["mutant"], [("K2R",)])
+    flags = ("--model_name_or_path", tuned, "--fasta", one, "--mutations", mutants, "--wild_type_marginal_only")
+    call(load_script("score.py"), *flags, "--output", tmp_path / "scored.csv")
+    with (tmp_path / "scored.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    tokens = AutoTokenizer.from_pretrained(tuned).convert_tokens_to_ids
+    expected = float(logits[2, tokens("R")] - logits[2, tokens("K")])
+    assert float(row["wild_type_marginal"]) == pytest.approx(expected, abs=1e-4)
