@@ -28,7 +28,7 @@ from common.cli import run
 from common.files.content_hash import content_hash
 from common.flags import flat, parse_arguments
 from common.models.layers.hf_directory import model_hash
-from extras.after.downstream.labelled_embeddings import facts_of, labelled_embeddings, parts_of, source_of
+from extras.after.downstream.labelled_embeddings import labelled_embeddings, source_of
 from extras.after.downstream.metrics import about_intervals, shown
 from extras.after.downstream.outputs import Manifest, Output, claimed
 from extras.after.downstream.probe_fits import PARTS, Evaluation, chosen_probe, evaluate, with_folds
@@ -37,6 +37,7 @@ from extras.after.downstream.probes import Examples, Labelled, contradicting, ex
 from extras.after.downstream.results import RESULTS, to_open
 from extras.after.downstream.saved_probe import PROBE, SavedProbe, Source, saved_probe, write_probes
 from extras.after.downstream.stock_model import config_for_proteins
+from extras.after.inference.embedded import facts_of, parts_of
 from extras.after.inference.exported import exported
 from extras.prepare.relatives import say_relatives
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from common.cli import UserError, one_line
+from common.cli import UserError
 from common.distributed.world import World
-from common.files.content_hash import content_hash
 from common.models.layers.hf_directory import model_hash
 from extras.after.downstream.groups import groups_of
 from extras.after.downstream.labels import place_of, read_rows, sequences_of, usable_rows
 from extras.after.downstream.probe_flags import ProbeFlags
 from extras.after.downstream.probes import Labelled, labelled
 from extras.after.downstream.saved_probe import Source
-from extras.after.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
-from extras.after.inference.encoder import part_path
+from extras.after.inference.embedded import check_made_from, facts_of, parts_of, read_tables, vectors_in
+from extras.after.inference.embedding import EmbeddingFlags, embed_all
 from extras.prepare.sources.proteins import proteins_of
 
 POSITION = "position"  # column
@@ -57,59 +55,20 @@ def source_of(args: ProbeFlags, per_residue: bool) -> Source:
     return Source(args.model_name_or_path, model_hash(str(args.model_name_or_path)), settings, None)
 
 
-def parts_of(embeddings: str) -> list[Path]:
-    """The tables that embed.py wrote. UserError if one is missing, or not from the same command as the others."""
-    directory = Path(embeddings) / OUTPUT
-    parts = sorted(directory.glob("part-*.parquet"))
-    if not parts:
-        raise UserError(f"--embeddings {embeddings}: no finished embeddings there: run embed.py first")
-    first = facts_of(parts[0])
-    for number, part in enumerate(parts):
-        if part != (expected := part_path(directory, number)):
-            raise UserError(f"{expected}: is missing: run embed.py again")
-        if facts_of(part) != first:
-            raise UserError(f"{part}: of another model or other flags than {parts[0].name}: run embed.py --overwrite")
-    return parts
-
-
-def facts_of(part: Path) -> dict[str, str]:
-    """{"model_hash", "fasta_hash", "settings"} of a table."""
-    try:
-        metadata = pq.read_schema(part).metadata or {}
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{part}: cannot be read: {one_line(error)[:120]}: run embed.py again") from error
-    return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in metadata.items()}
-
-
 def read_embeddings(args: ProbeFlags, ids: set[str]) -> dict[str, np.ndarray]:
     """{id: float32 [hidden], or per residue [L, hidden]} of these proteins. UserError unless of this FASTA file, and
     of all its proteins."""
-    parts, rows = parts_of(str(args.embeddings)), 0
-    if facts_of(parts[0]).get("fasta_hash") != content_hash(str(args.fasta)):
-        raise UserError(f"--embeddings {args.embeddings}: not of --fasta {args.fasta}: give the file embed.py had")
+    embeddings, column, rows = str(args.embeddings), args.embedding_column, 0
+    check_made_from(embeddings, str(args.fasta))
     found: dict[str, np.ndarray] = {}
-    for part in parts:
-        try:
-            with pq.ParquetFile(part) as file:
-                schema = file.schema_arrow
-                if args.embedding_column not in schema.names:
-                    columns = ", ".join(name for name in schema.names if name.startswith("embedding"))
-                    raise UserError(f"{part}: no column {args.embedding_column!r}: --embedding_column is of {columns}")
-                table = file.read(["id", args.embedding_column])
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{part}: cannot be read: {one_line(error)[:120]}: run embed.py again") from error
+    for table in read_tables(embeddings, column):
         rows += table.num_rows
-        per_residue = pa.types.is_list(schema.field(args.embedding_column).type)
-        for name, embedding in zip(table["id"].to_pylist(), table[args.embedding_column], strict=True):
-            if name in ids:
-                values = embedding.values
-                found[name] = (
-                    values.flatten().to_numpy().reshape(len(values), -1) if per_residue else values.to_numpy()
-                )
+        table = table.filter(pc.is_in(table["id"], pa.array(sorted(ids), table.schema.field("id").type)))
+        found |= zip(table["id"].to_pylist(), vectors_in(table, column), strict=True)
     proteins = sum(1 for _ in proteins_of(str(args.fasta), args.proteins))
     if rows != proteins or found.keys() != ids:
         raise UserError(
-            f"--embeddings {args.embeddings}: of {rows:,} proteins, --fasta {args.fasta} has {proteins:,}: the "
+            f"--embeddings {embeddings}: of {rows:,} proteins, --fasta {args.fasta} has {proteins:,}: the "
             "tables are not those of one run: run embed.py --overwrite"
         )
     return found

@@ -18,10 +18,10 @@ from sklearn.preprocessing import StandardScaler
 
 from common.cli import UserError
 from common.models.layers.hf_directory import model_hash
-from extras.after.downstream.labelled_embeddings import parts_of
 from extras.after.downstream.probe_fits import ALPHAS, FOLDS, evaluate, outputs_of
 from extras.after.downstream.probes import Examples
 from extras.after.downstream.saved_probe import Source, read_probes, saved_probe, write_probes
+from extras.after.inference.embedded import parts_of
 from tests.extras.after.downstream.probing import COUNT, NAMES, ROWS, probe
 from tests.extras.after.downstream.tables import write_table
 
