@@ -51,6 +51,7 @@ def test_dependencies_are_those_of_the_requirements_files(project):
         "gpu": requirements("requirements-gpu.txt"),
         "trackers": requirements("requirements-trackers.txt"),
         "finetune": requirements("requirements-finetune.txt"),
+        "map": requirements("requirements-map.txt"),
         "structures": requirements("requirements-structures.txt"),
         "dev": requirements(
             *("requirements-trackers.txt", "requirements-finetune.txt"),

@@ -28,6 +28,7 @@ from tests.training_fixtures import train
 
 REFERENCE = load_script("docs/make_reference.py")
 CONTACTS, FINETUNE, PROBE, SCORE = (load_script(f"{name}.py") for name in ("contacts", "finetune", "probe", "score"))
+MAP = load_script("map.py")
 FLAGS = {"max_steps": 2, "do_eval": True, "eval_on_start": True, "eval_steps": 2, "straggler_every": 1}
 FLAGS |= {"peak_tflops_per_gpu": 1, "profile_steps": "1-1", "save_steps": 1, "save_hf": True}
 OF_DECODERS = {
@@ -96,6 +97,7 @@ def test_reference_has_the_files_of_a_run(run):
 
 
 NAMES = {"range": "|".join(RANGES), "split": "train|validation|test", "residue": "[A-Y]", "number": "[0-9]+"}
+NAMES |= {"which": "(?:query_)?"}
 NAMES |= {"score": "masked_marginal|wild_type_marginal|blosum62|residue_frequency"}
 NAMES |= {"metric": "|".join((*values_of(*np.eye(2), None), *values_of(*np.array([["a", "b"]] * 2), np.arange(2.0))))}
 NO_FIGURES = {"arguments", "made_from", "files", "finished"}  # flags, versions, checksums, and whether all is there
@@ -186,6 +188,15 @@ def test_reference_has_the_numbers_of_embed_and_probe(model, labelled, tmp_path)
     for n, (name, more) in enumerate((("each.csv", ("--per_residue",)), ("classes.csv", ("--folds", 3)))):
         call(PROBE, *flags, "--labels", labelled / name, "--output_dir", tmp_path / "out" / str(n), *more)
     check_figures("probe.py", {name for name in figures(tmp_path / "out") if not name.startswith("probe.json")})
+
+
+def test_reference_has_the_numbers_of_map(model, labelled, tmp_path):
+    source = ("--model_name_or_path", model, "--fasta", labelled / "my.fasta", "--use_cpu", "--method", "pca")
+    column = ("--table", labelled / "classes.csv", "--colour_by", "label")
+    call(MAP, *source, *column, "--query", labelled / "my.fasta", "--output_dir", tmp_path / "out")
+    call(MAP, *source, "--num_clusters", 3, "--output_dir", tmp_path / "again")
+    by_faiss = {f"results.json: neighbours.{name}" for name in ("recall", "sample")}  # which is optional
+    check_figures("map.py", figures(tmp_path) | by_faiss)
 
 
 def test_reference_has_the_numbers_of_finetune(model, labelled, tmp_path):

@@ -15,12 +15,15 @@ from extras.after.inference.embedding import OUTPUT
 from extras.after.inference.encoder import part_path
 
 
-def parts_of(embeddings: str) -> list[Path]:
-    """The tables that embed.py wrote. UserError if one is missing, or not from the same command as the others."""
+def parts_of(embeddings: str, given: str = "--embeddings") -> list[Path]:
+    """The tables that embed.py wrote. UserError if one is missing, or not from the same command as the others.
+
+    given: the flag that names the directory.
+    """
     directory = Path(embeddings) / OUTPUT
     parts = sorted(directory.glob("part-*.parquet"))
     if not parts:
-        raise UserError(f"--embeddings {embeddings}: no finished embeddings there: run embed.py first")
+        raise UserError(f"{given} {embeddings}: no finished embeddings there: run embed.py first")
     first = facts_of(parts[0])
     for number, part in enumerate(parts):
         if part != (expected := part_path(directory, number)):
@@ -49,9 +52,9 @@ def check_made_from(embeddings: str, fasta: str) -> None:
         raise UserError(f"--embeddings {embeddings}: not of --fasta {fasta}: give the file embed.py had")
 
 
-def read_tables(embeddings: str, column: str) -> Iterator[pa.Table]:
+def read_tables(embeddings: str, column: str, given: str = "--embeddings") -> Iterator[pa.Table]:
     """The columns `id`, `length` and `column` of each table. UserError for one that lacks it, or cannot be read."""
-    for part in parts_of(embeddings):
+    for part in parts_of(embeddings, given):
         try:
             with pq.ParquetFile(part) as file:
                 names = file.schema_arrow.names

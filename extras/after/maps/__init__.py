@@ -1,0 +1,1 @@
+"""Embeddings looked at: map.py's projections, neighbours, clusters, picture and page."""
