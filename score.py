@@ -21,16 +21,15 @@ from __future__ import annotations
 import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from common.cli import UserError, run
-from common.console import slow_bar
 from common.figures import FigureFlags
 from common.files.content_hash import content_hash
 from common.flags import Missing, flag, parse_arguments
@@ -38,22 +37,14 @@ from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
 from extras.after.downstream.outputs import claimed, locked_file
 from extras.after.downstream.results import to_open
-from extras.after.inference.causal import (
-    Causal,
-    CausalFlags,
-    directions_of,
-    is_decoder,
-    log_likelihoods,
-    matrices_of,
-)
+from extras.after.inference.causal import Causal, CausalFlags, directions_of, is_decoder
 from extras.after.inference.chains import named_chains, of_all_chains
-from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family, mean_over
+from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
 from extras.after.inference.correlation import correlate, log_correlations
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.exported import exported
-from extras.after.inference.indels import Mutated
-from extras.after.inference.likelihoods import MEAN, Variants, pseudo_log_likelihoods
-from extras.after.inference.mutation_scores import ContextOf, Variant, check_standard, score, single_mutants
+from extras.after.inference.indels import Variants
+from extras.after.inference.mutation_scores import ContextOf
 from extras.after.inference.mutation_tables import (
     MEASURED,
     MUTANT,
@@ -65,8 +56,8 @@ from extras.after.inference.mutation_tables import (
     read_texts,
     variants_of,
 )
+from extras.after.inference.score_columns import Scores, each_column, of_single_mutants, of_variants
 from extras.after.inference.scored_files import (
-    ERROR,
     SCRIPT,
     earlier_matrices,
     is_finished,
@@ -78,18 +69,10 @@ from extras.after.inference.scored_files import (
 from extras.prepare.sources.proteins import ProteinFlags
 
 logger = logging.getLogger(__name__)
-# {column: whether residues are masked}: of substitutions, of tables with insertions or deletions, of decoders.
-MARGINALS = {"masked_marginal": True, "wild_type_marginal": False}
-PSEUDO = {"pseudo_log_likelihood": True, "one_pass_log_likelihood": False}
-CAUSAL = {"log_likelihood": False}
 SETTINGS = (
     *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
     *("wild_type_marginal_only", "column_prefix"),
 )
-
-
-# (whether residues are masked, done, planned, context_of), as of `score`: {ending of the column's name: values}
-Compute = Callable[..., dict[str, np.ndarray]]
 
 
 @dataclass
@@ -168,33 +151,9 @@ def input_hashes(args: Arguments) -> dict[str, str]:
     return {f"{name}_hash": content_hash(getattr(args, name)) for name in args.inputs}
 
 
-class Scores(NamedTuple):
-    """What is written: {column: whether residues are masked}, of each the endings of its name, and whether standard
-    errors over contexts follow."""
-
-    columns: dict[str, bool]
-    endings: tuple[str, ...]
-    has_errors: bool
-
-    @property
-    def names(self) -> list[str]:
-        """The columns of scores."""
-        return [f"{name}{ending}" for name in self.columns for ending in self.endings]
-
-    @property
-    def all_names(self) -> list[str]:
-        return self.names + [f"{name}{ERROR}" for name in self.names if self.has_errors]
-
-
 def scores_of(args: Arguments, model: str, variants: Variants = ()) -> Scores:
-    """A decoder gives likelihoods, an encoder marginals, or pseudo-likelihoods if a variant has another length."""
-    has_indels = any(isinstance(variant, Mutated) for variant in variants)
-    likelihoods = is_decoder(model) or has_indels
-    columns = CAUSAL if is_decoder(model) else PSEUDO if has_indels else MARGINALS
-    named = {f"{args.column_prefix}{name}": masked for name, masked in columns.items()}
-    cheap = {name: masked for name, masked in named.items() if not (masked and args.wild_type_marginal_only)}
-    endings = ("", MEAN) if likelihoods and variants else ("",)
-    return Scores(cheap, endings, bool(args.context.homologs) and args.context.contexts > 1)
+    has_errors = bool(args.context.homologs) and args.context.contexts > 1
+    return Scores.of(is_decoder(model), variants, args.wild_type_marginal_only, args.column_prefix, has_errors)
 
 
 def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, Any]:
@@ -242,40 +201,6 @@ def load(
         inputs = " or ".join(f"--{name}" for name in [*args.inputs, *(["homologs"] if args.context.homologs else [])])
         raise UserError(f"the model, {inputs} changed while they were read: start again")
     return encoder, contexts
-
-
-def each_column(scores: Scores, contexts: Sequence[ContextOf | None], compute: Compute) -> dict[str, np.ndarray]:
-    """{column: what `compute` gives}, means over the contexts; then, of several contexts, {column_error: standard
-    errors of the means}. A bar each."""
-    found, errors = {}, {}
-    for name, masked in scores.columns.items():
-        results = []
-        for number, context_of in enumerate(contexts, 1):
-            title = f"{name}, context {number} of {len(contexts)}" if len(contexts) > 1 else name
-            with slow_bar(None, "tokens", desc=title) as bar:
-                results.append(compute(masked, bar.update, bar.reset, context_of))
-        for ending in scores.endings:
-            found[f"{name}{ending}"], error = mean_over(result[ending] for result in results)
-            errors |= {} if error is None else {f"{name}{ending}{ERROR}": error}
-    return found | errors
-
-
-def of_variants(model: Encoder | Causal, variants: Variants) -> Compute:
-    """The scores of a table's variants."""
-    if isinstance(model, Causal):
-        return lambda masked, done, planned, _: log_likelihoods(model, variants, done, planned)
-    substitutions = [variant for variant in variants if isinstance(variant, Variant)]
-    if len(substitutions) < len(variants):
-        return lambda *how: pseudo_log_likelihoods(model, variants, *how)
-    return lambda *how: {"": np.array(score(model, substitutions, *how))}
-
-
-def of_single_mutants(model: Encoder | Causal, proteins: Sequence[bytes]) -> Compute:
-    """The matrices of all proteins, one below the other, [residues, 20]."""
-    if isinstance(model, Causal):
-        return lambda masked, done, planned, _: {"": matrices_of(model, proteins, done, planned)}
-    check_standard(model)
-    return lambda *how: {"": np.concatenate(single_mutants(model, proteins, *how))}
 
 
 def score_table(args: Arguments) -> None:

@@ -26,9 +26,9 @@ from extras.after.inference.mutant_matrix import (
     write_matrix,
 )
 from extras.after.inference.mutant_picture import draw
+from extras.after.inference.score_columns import ERROR
 
 logger = logging.getLogger(__name__)
-ERROR = "_error"  # ends the name of a column of standard errors over contexts
 RECORD = "scores.json"  # in a directory of --all_single_mutants
 SCRIPT = "score.py"
 EXTREMES = "best_and_worst.csv"  # beside it
