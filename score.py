@@ -37,7 +37,7 @@ from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
 from extras.after.downstream.outputs import claimed, locked_file
 from extras.after.downstream.results import to_open
-from extras.after.inference.causal import Causal, CausalFlags, directions_of, is_decoder
+from extras.after.inference.causal import Causal, CausalFlags, directions_of, is_decoder, refuse_flags_of_encoders
 from extras.after.inference.chains import named_chains, of_all_chains
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
 from extras.after.inference.correlation import correlate, log_correlations
@@ -174,12 +174,11 @@ def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, A
 def check_decoder(args: Arguments) -> None:
     """UserError for flags that are of encoders."""
     given = {
-        "homologs": args.context.homologs,
+        "homologs": bool(args.context.homologs),
         "max_seq_length": args.max_seq_length != Arguments.max_seq_length,
         "wild_type_marginal_only": args.wild_type_marginal_only,
     }
-    for name in (name for name, value in given.items() if value):
-        raise UserError(f"--{name}: is of encoders, and {args.model_name_or_path} is a decoder: drop it")
+    refuse_flags_of_encoders(str(args.model_name_or_path), given)
 
 
 def load(

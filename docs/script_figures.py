@@ -7,6 +7,7 @@ from __future__ import annotations
 
 NONE, OF_ONE_MODEL = "-", "none: of this model"
 BOOTSTRAP = "95 % bootstrap percentiles over held-out proteins or clusters (`intervals.over`)"
+OVER_IDS = "UniProt ids, drawn for each function type; of clinical assays over proteins"
 CHAINS = "`..._stderr`, over chains"
 SCORED = "scored.csv.json: correlations.proteins.<protein>"
 CONTRADICTING = (
@@ -76,6 +77,79 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
             "fraction",
             "the same, from the position (with its wild type) alone",
             "noise: 0",
+            NONE,
+        ),
+    ],
+    "proteingym.py": [
+        (
+            "<assay>.csv: <column>",
+            "nats",
+            "a row of the assay, as of score.py",
+            "the wild type, which has 0",
+            OF_ONE_MODEL,
+        ),
+        (
+            "<assay>.csv.json: metrics.<score>.<gym_metric>",
+            "",
+            "measured variants of the assay",
+            "`blosum62` and `residue_frequency`",
+            NONE,
+        ),
+        ("<assay>.csv.json: variants", "variants", "rows of the assay", NONE, NONE),
+        ("<assay>.csv.json: unmeasured", "variants", "of them without a measurement: in no metric", NONE, NONE),
+        ("assays.csv: variants", "variants", "rows of the assay", NONE, NONE),
+        ("assays.csv: <score>", "", "an assay, of the folder's metric", "the predictors without a model", NONE),
+        ("uniprot_ids.csv: <score>", "", "mean over a UniProt id's assays; last the mean of these", "the same", NONE),
+        (
+            "function_types.csv: <score>",
+            "",
+            "mean over UniProt ids of their means in a function type",
+            "the same",
+            NONE,
+        ),
+        ("summary.csv: assays", "assays", "in which the metric is defined", NONE, NONE),
+        (
+            "summary.csv: average",
+            "",
+            "mean over function types of `function_types.csv`",
+            "the other rows of the metric",
+            "`standard_error`",
+        ),
+        ("summary.csv: standard_error", "", "of 10,000 bootstrap samples of the average", NONE, OVER_IDS),
+        (
+            "summary.csv: standard_error_to_best",
+            "",
+            "the same, of the difference from the best row, as ProteinGym's",
+            "the best row, which has 0",
+            OVER_IDS,
+        ),
+        ("summary.csv: function_<type>", "", "as `function_types.csv`", "the other rows", NONE),
+        (
+            "summary.csv: msa_depth_<type>",
+            "",
+            "mean over UniProt ids of an MSA depth of their means",
+            "the same",
+            NONE,
+        ),
+        ("summary.csv: taxon_<type>", "", "the same of a taxon", "the same", NONE),
+        ("results.json: assays", "assays", "with scores", NONE, NONE),
+        ("results.json: variants", "variants", "of all of them", NONE, NONE),
+        ("results.json: unmeasured", "variants", "of them without a measurement", NONE, NONE),
+        ("results.json: uniprot_ids", "UniProt ids", "of all assays", NONE, NONE),
+        ("results.json: function_types", "types", "of all assays", NONE, NONE),
+        *(
+            (f"results.json: averages.<gym_metric>.<score>.{name}", "", "as in `summary.csv`, not rounded", *more)
+            for name, more in (
+                ("average", ("the other scores", "`standard_error`")),
+                ("standard_error", (NONE, OVER_IDS)),
+                ("standard_error_to_best", ("the best score", OVER_IDS)),
+            )
+        ),
+        (
+            "results.json: averages.<gym_metric>.<score>.undefined",
+            "assays",
+            "in which the metric is not defined: left out",
+            NONE,
             NONE,
         ),
     ],

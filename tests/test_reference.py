@@ -19,11 +19,13 @@ from extras.after.downstream.contacts import RANGES, precisions
 from extras.after.downstream.labels import is_number
 from extras.after.downstream.metrics import values_of
 from extras.after.downstream.structures import Chain
+from extras.after.proteingym.metrics import METRICS
 from extras.prepare.sample import write_structures
 from extras.prepare.synthetic_structures import COIL_STRUCTURES, coil_structures
 from tests.conftest import ROOT
 from tests.data_fixtures import call, load_script, proteins, write_fasta
 from tests.extras.after.inference.embed_fixtures import EMBED, make_model
+from tests.extras.after.proteingym.gym_fixtures import make_gym, run_gym
 from tests.training_fixtures import train
 
 REFERENCE = load_script("docs/make_reference.py")
@@ -100,6 +102,7 @@ NAMES = {"range": "|".join(RANGES), "split": "train|validation|test", "residue":
 NAMES |= {"which": "(?:query_)?"}
 NAMES |= {"score": "masked_marginal|wild_type_marginal|blosum62|residue_frequency"}
 NAMES |= {"metric": "|".join((*values_of(*np.eye(2), None), *values_of(*np.array([["a", "b"]] * 2), np.arange(2.0))))}
+NAMES |= {"gym_metric": "|".join(METRICS), "assay": "S[0-9]", "column": "masked_marginal|wild_type_marginal"}
 NO_FIGURES = {"arguments", "made_from", "files", "finished"}  # flags, versions, checksums, and whether all is there
 
 
@@ -168,6 +171,12 @@ def test_reference_has_the_numbers_of_score(model, tmp_path):
     call(SCORE, *flags, "--mutations", table, "--output", tmp_path / "out" / "scored.csv")
     call(SCORE, *flags, "--all_single_mutants", "--output", tmp_path / "out" / "matrices")
     check_figures("score.py", figures(tmp_path / "out", "one") - {"scored.csv: DMS_score"})
+
+
+def test_reference_has_the_numbers_of_proteingym(model, tmp_path):
+    run_gym(make_gym(tmp_path), model, tmp_path / "out")
+    of_assays = re.compile(r"S\d\.csv: DMS_score(_bin)?")
+    check_figures("proteingym.py", {name for name in figures(tmp_path / "out") if not of_assays.fullmatch(name)})
 
 
 def test_reference_has_the_numbers_of_contacts(model, tmp_path):

@@ -33,8 +33,6 @@ def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> dict[str, float]
 
 def _of_classes(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None) -> dict[str, float]:
     """labels, predictions: int64 [N], indices of classes in the order of their names."""
-    from scipy.stats import rankdata
-
     classes = int(max(labels.max(), predictions.max())) + 1
     confusion = np.bincount(labels * classes + predictions, minlength=classes * classes).reshape(classes, classes)
     right, true, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
@@ -45,11 +43,20 @@ def _of_classes(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray 
         "macro_f1": float((2 * right[there] / (true + predicted)[there]).mean()),
     }
     if scores is not None:
-        second = labels == labels.max()
-        ones, zeros = int(second.sum()), int((~second).sum())
-        above = rankdata(scores)[second].sum() - ones * (ones + 1) / 2  # pairs in order, by Mann and Whitney
-        values["auroc"] = float(above / (ones * zeros)) if zeros else np.nan
+        values["auroc"] = auroc(labels == labels.max(), scores)
     return values
+
+
+def auroc(positive: np.ndarray, scores: np.ndarray) -> float:
+    """The pairs of a positive and another that the scores have in order, by Mann and Whitney; NaN for one class alone.
+
+    positive: bool [N]; scores: [N].
+    """
+    from scipy.stats import rankdata
+
+    ones, zeros = int(positive.sum()), int((~positive).sum())
+    above = rankdata(scores)[positive].sum() - ones * (ones + 1) / 2
+    return float(above / (ones * zeros)) if ones and zeros else np.nan
 
 
 def _indices(labels: np.ndarray, predictions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -48,6 +48,12 @@ class CausalFlags(Flags):
                 raise UserError(f"--{name}: is of protein decoders, and the model is none: drop it")
 
 
+def refuse_flags_of_encoders(model: str, given: dict[str, bool]) -> None:
+    """UserError for flags that are given (those that are true) to a decoder."""
+    for name in (name for name, is_given in given.items() if is_given):
+        raise UserError(f"--{name}: is of encoders, and {model} is a decoder: drop it")
+
+
 def is_decoder(name: str) -> bool:
     """Whether a directory's config.json is that of a decoder."""
     try:
@@ -87,6 +93,11 @@ class Causal:
         size = (config.num_hidden_layers, config.hidden_size)
         logger.info("%s: decoder of %d layers of %d, on %s, %s", name, *size, self.device, directions)
 
+    @property
+    def longest(self) -> int:
+        """Residues of the longest sequence that fits the context."""
+        return self.context - RESIDUE_TOKENS.num_special
+
     def tokens_of(self, sequences: Sequence[bytes]) -> int:
         """What `log_likelihoods` of them has to read."""
         return sum(len(each) + RESIDUE_TOKENS.num_special for each in sequences) * len(self.reversed)
@@ -94,10 +105,10 @@ class Causal:
     def check(self, sequences: Iterable[bytes]) -> None:
         """UserError for a sequence longer than the model's context."""
         for sequence in sequences:
-            if len(sequence) + RESIDUE_TOKENS.num_special > self.context:
+            if len(sequence) > self.longest:
                 raise UserError(
                     f"{sequence[:20].decode()}...: {len(sequence):,} residues, and the model reads "
-                    f"{self.context - RESIDUE_TOKENS.num_special:,}: leave this protein out"
+                    f"{self.longest:,}: leave this protein out"
                 )
 
     def log_likelihoods(

@@ -96,16 +96,19 @@ def _letter(token: int) -> str:
     return {"U": "C", "O": "K"}.get(TOKENS[token], TOKENS[token])
 
 
+def baselines_of(variants: Variants) -> dict[str, list[float]]:
+    """{name: of each variant} by the predictors without a model; of another one where a variant has another length."""
+    substitutions = [variant for variant in variants if isinstance(variant, Variant)]
+    if len(substitutions) < len(variants):  # no table of substitutions says what an insertion costs
+        return {"length_change": [-abs(len(each.sequence) - len(each.protein)) for each in variants]}
+    return {name: [baseline(variant, of) for variant in substitutions] for name, of in BASELINES.items()}
+
+
 def correlations(
     scores: dict[str, Sequence[float]], measured: Sequence[float], variants: Variants
 ) -> dict[str, Correlation]:
     """Spearman's correlation with `measured` of each column of scores and each baseline, if it is defined."""
-    substitutions = [variant for variant in variants if isinstance(variant, Variant)]
-    if len(substitutions) == len(variants):
-        baselines = {name: [baseline(variant, of) for variant in substitutions] for name, of in BASELINES.items()}
-    else:  # no table of substitutions says what an insertion costs
-        baselines = {"length_change": [-abs(len(each.sequence) - len(each.protein)) for each in variants]}
-    by_name = {name: correlation(values, measured) for name, values in (scores | baselines).items()}
+    by_name = {name: correlation(values, measured) for name, values in (scores | baselines_of(variants)).items()}
     return {name: each for name, each in by_name.items() if each is not None}
 
 

@@ -130,10 +130,17 @@ def columns_of(args: Any, names: list[str], rows: Sequence[dict[str, str]], prot
             f"{args.protein_column!r} to tell them apart: add it, or give a --fasta of one"
         )
     protein = args.protein_column if args.protein_column in names else None
+    return columns_by(mutant, names, rows, protein, args.first_residue)
+
+
+def columns_by(
+    mutant: str, names: list[str], rows: Sequence[dict[str, str]], protein: str | None = None, first_residue: int = 1
+) -> Columns:
+    """The columns of a table whose variants are in `mutant`."""
     beside = SEQUENCE if SEQUENCE in names and mutant != SEQUENCE else None
     # ProteinGym's tables of insertions and deletions may repeat the sequence as `mutant`.
     repeats = beside is not None and all(row[mutant] == row[beside] for row in rows)
-    return Columns(mutant, mutant in SEQUENCES or repeats, protein, args.first_residue, beside)
+    return Columns(mutant, mutant in SEQUENCES or repeats, protein, first_residue, beside)
 
 
 def check_new(path: str, names: list[str], new: list[str]) -> None:
@@ -219,8 +226,14 @@ def wild_type_of(rows: Sequence[dict[str, str]], path: Path) -> bytes:
     return wild_type
 
 
-def measured_of(column: str, rows: Sequence[dict[str, str]], path: str | Path) -> list[float]:
-    """The numbers of a column; NaN where nothing was measured. UserError for anything else than finite numbers."""
+def measured_of(
+    column: str,
+    rows: Sequence[dict[str, str]],
+    path: str | Path,
+    otherwise: str = "leave it empty, or name another --measured_column",
+) -> list[float]:
+    """The numbers of a column; NaN where nothing was measured. UserError, which ends with `otherwise`, for anything
+    else than finite numbers."""
     values = []
     for line, row in enumerate(rows, 2):
         cell = row[column].strip()
@@ -229,9 +242,6 @@ def measured_of(column: str, rows: Sequence[dict[str, str]], path: str | Path) -
         except ValueError:
             value = math.inf
         if math.isinf(value):
-            raise UserError(
-                f"{path}, row {line}: {column} {quoted(cell)} is not a number: correct it, leave it empty, or name "
-                "another --measured_column"
-            )
+            raise UserError(f"{path}, row {line}: {column} {quoted(cell)} is not a number: correct it, {otherwise}")
         values.append(value)
     return values

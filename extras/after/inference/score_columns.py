@@ -57,15 +57,17 @@ class Scores(NamedTuple):
         return self.names + [f"{name}{ERROR}" for name in self.names if self.has_errors]
 
 
-def each_column(scores: Scores, contexts: Sequence[ContextOf | None], compute: Compute) -> dict[str, np.ndarray]:
+def each_column(
+    scores: Scores, contexts: Sequence[ContextOf | None], compute: Compute, hidden: bool = False
+) -> dict[str, np.ndarray]:
     """{column: what `compute` gives}, means over the contexts; then, of several contexts, {column_error: standard
-    errors of the means}. A bar each."""
+    errors of the means}. A bar each, unless hidden."""
     found, errors = {}, {}
     for name, masked in scores.columns.items():
         results = []
         for number, context_of in enumerate(contexts, 1):
             title = f"{name}, context {number} of {len(contexts)}" if len(contexts) > 1 else name
-            with slow_bar(None, "tokens", desc=title) as bar:
+            with slow_bar(None, "tokens", hidden, desc=title) as bar:
                 results.append(compute(masked, bar.update, bar.reset, context_of))
         for ending in scores.endings:
             found[f"{name}{ending}"], error = mean_over(result[ending] for result in results)

@@ -58,9 +58,12 @@ def is_finished(output: Path, record: Path, made_from: dict) -> bool:
     raise UserError(f"--output {output}: {why}: give --overwrite to replace it, or another --output")
 
 
-def write(output: Path, record: Path, header: list[str], rows: list[dict], about: dict) -> None:
-    """Write the scores and their record (`about` and a checksum): flushed before they get their names."""
-    with writing(output, "--output"), replace_flushed(output) as partial:
+def write(
+    output: Path, record: Path, header: list[str], rows: list[dict], about: dict, flag: str = "--output"
+) -> None:
+    """Write the scores and their record (`about` and a checksum): flushed before they get their names. flag: for
+    errors."""
+    with writing(output, flag), replace_flushed(output) as partial:
         with open(partial, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, header)
             writer.writeheader()

@@ -1,0 +1,1 @@
+"""A model on the assays of ProteinGym: scores, metrics, and their averages as its authors make them."""
