@@ -46,11 +46,14 @@ from extras.after.inference.exported import exported
 from extras.after.inference.indels import Variants
 from extras.after.inference.mutation_scores import ContextOf
 from extras.after.inference.mutation_tables import (
+    KINDS,
     MEASURED,
     MUTANT,
     PROTEIN,
+    Columns,
     check_new,
     columns_of,
+    kept_lines,
     measured_of,
     read_rows,
     read_texts,
@@ -91,6 +94,9 @@ class Arguments(EncoderFlags):
         None, f"What was measured, to correlate the scores with. Default: {MEASURED}, if the table has it."
     )
     first_residue: int = flag(1, "The number that the CSV gives the first residue.")
+    leave_out: list[str] | None = flag(
+        None, "Rows to leave out, as of MaveDB: stops (and frameshifts), synonymous, wild_type; they are counted."
+    )
     wild_type_marginal_only: bool = flag(
         False, "Only the cheap score of an encoder: one pass per window of a protein, nothing masked.", "one_pass"
     )
@@ -124,11 +130,14 @@ class Arguments(EncoderFlags):
 
     def check(self) -> None:
         if self.all_single_mutants:
-            for name in ("mutations", "measured_column"):
+            for name in ("mutations", "measured_column", "leave_out"):
                 if getattr(self, name):
                     raise UserError(f"--{name}: does not go with --all_single_mutants: drop one of them")
         elif self.figures.given:
             raise UserError("--figure_format and --dpi: are of the pictures of --all_single_mutants: drop them")
+        for kind in self.leave_out or ():
+            if kind not in KINDS:
+                raise UserError(f"--leave_out {kind}: choose of {', '.join(KINDS)}")
         for name in self.inputs:
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
@@ -168,7 +177,8 @@ def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, A
         encoder_family(model).load_config(model)
     made_from = hashes | {"model_hash": model_hash(model)} | {name: getattr(args, name) for name in SETTINGS}
     made_from |= args.proteins.given | args.context.given | args.figures.given
-    return made_from | ({"measured_column": args.measured_column} if args.measured_column else {})
+    later = {"measured_column": args.measured_column, "leave_out": sorted(args.leave_out or ())}
+    return made_from | {name: value for name, value in later.items() if value}
 
 
 def check_decoder(args: Arguments) -> None:
@@ -202,17 +212,30 @@ def load(
     return encoder, contexts
 
 
+def scored_rows(
+    args: Arguments, columns: Columns, rows: list[dict[str, str]]
+) -> tuple[list[dict[str, str]], list[int], dict[str, Any]]:
+    """(the rows that --leave_out keeps, their line numbers, what it has left out for the record)."""
+    if columns.is_sequence:
+        if args.leave_out:
+            raise UserError(f"--leave_out: is of mutations, and {args.mutations} has whole sequences: drop it")
+        return rows, list(range(2, len(rows) + 2)), {}
+    lines, counts = kept_lines(args.leave_out or (), columns.mutant, rows, str(args.mutations))
+    return [rows[line - 2] for line in lines], lines, {"left_out": counts} if counts else {}
+
+
 def score_table(args: Arguments) -> None:
     path, hashes = str(args.mutations), input_hashes(args)
     names, rows = read_rows(path, f"--mutations {path}")
     texts, proteins = read_texts(str(args.fasta), str(args.model_name_or_path), args.proteins)
     columns = columns_of(args, names, rows, proteins)
-    variants = variants_of(columns, rows, proteins, path, str(args.fasta), texts)
+    rows, lines, left_out = scored_rows(args, columns, rows)
+    variants = variants_of(columns, rows, proteins, path, str(args.fasta), texts, lines)
     scored = {variant.protein for variant in variants}
     used = {name: text for name, text in texts.items() if text in scored}
     hashes |= args.context.hashes(used)
     measured_column = args.measured_column or (MEASURED if MEASURED in names else None)
-    measured = measured_of(measured_column, rows, path) if measured_column else []
+    measured = measured_of(measured_column, rows, path, lines=lines) if measured_column else []
     output, record, *_ = written(Path(str(args.output)))
     with ExitStack() as stack:
         model = exported(str(args.model_name_or_path), stack)
@@ -227,7 +250,7 @@ def score_table(args: Arguments) -> None:
             return
         loaded, contexts = load(args, made_from, model, used)
         values = each_column(scores, contexts, of_variants(loaded, variants))
-        about: dict[str, Any] = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
+        about: dict[str, Any] = {"made_from": made_from, "model_name_or_path": args.model_name_or_path} | left_out
         if measured_column:
             ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
             found = correlate({name: values[name] for name in scores.names}, measured, ids, variants)

@@ -48,6 +48,7 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
         ),
         (f"{SCORED}.<score>.low", "", "2.5 % of 1,000 bootstrap samples", NONE, "variants of this one protein"),
         (f"{SCORED}.<score>.high", "", "97.5 % of them", NONE, "variants of this one protein"),
+        ("scored.csv.json: left_out.<kind>", "variants", "rows that `--leave_out` left out", NONE, NONE),
         ("NAME.<score>.csv: position", "residues", "number of the wild type's residue", NONE, NONE),
         (
             "NAME.<score>.csv: <residue>",

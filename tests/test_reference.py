@@ -168,7 +168,8 @@ def test_reference_has_the_numbers_of_score(model, tmp_path):
     fasta, table = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG" * 2)]), tmp_path / "mutants.csv"
     table.write_text("mutant,DMS_score\nK2R,0.5\nA5G,-1.5\nL4W,0.1\nV3I,0.9\n")
     flags = ("--model_name_or_path", model, "--fasta", fasta, "--use_cpu")
-    call(SCORE, *flags, "--mutations", table, "--output", tmp_path / "out" / "scored.csv")
+    given = ("--mutations", table, "--output", tmp_path / "out" / "scored.csv", "--leave_out", "stops")
+    call(SCORE, *flags, *given)
     call(SCORE, *flags, "--all_single_mutants", "--output", tmp_path / "out" / "matrices")
     check_figures("score.py", figures(tmp_path / "out", "one") - {"scored.csv: DMS_score"})
 

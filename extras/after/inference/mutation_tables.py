@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -12,10 +15,19 @@ from typing import Any, NamedTuple, TextIO
 from common.cli import UserError, one_line
 from extras.after.inference.encoder import alphabet_of
 from extras.after.inference.indels import Mutated, edited, has_indel, of_sequence
-from extras.after.inference.mutation_scores import Variant, amino_acids_of, compare, parse_variant, quoted, undo
+from extras.after.inference.mutation_scores import (
+    Variant,
+    amino_acids_of,
+    compare,
+    parse_variant,
+    quoted,
+    undo,
+    words_of,
+)
 from extras.prepare.sources.compression import HEAD_BYTES, detect_non_text, open_decompressed, strip_compression
 from extras.prepare.sources.proteins import ProteinFlags, read_residues
 
+logger = logging.getLogger(__name__)
 MUTANT, PROTEIN = "mutant", "protein"
 # ProteinGym's, besides `mutant`.
 SEQUENCE, MEASURED = "mutated_sequence", "DMS_score"
@@ -23,6 +35,16 @@ SEQUENCES = (SEQUENCE, "sequence")  # columns of whole mutated sequences
 # R's and pandas's words for a missing value, in lower case.
 MISSING = ("", "na", "n/a", "nan", "-nan", "none", "null", "<na>", "#n/a", "#na", "#n/a n/a")
 LONGEST_LINE = 1 << 20  # characters
+# {what --leave_out takes: the words for an error}. `_wt` and `_sy` are MaveDB's.
+KINDS = {
+    "stops": "a stop or frameshift",
+    "synonymous": "a synonymous variant",
+    "wild_type": "the wild type",
+}
+NO_RESIDUE = {"_wt": "wild_type", "wt": "wild_type", "": "wild_type"}
+NO_RESIDUE |= {"_sy": "synonymous", "p.=": "synonymous", "p.(=)": "synonymous"}
+STOP = re.compile(r"\*|Ter|fs")
+SAME = re.compile(r"([A-Za-z]|[A-Za-z]{3})-?[0-9]{1,9}(\1|=)")
 
 
 def is_missing(cell: str) -> bool:
@@ -143,6 +165,41 @@ def columns_by(
     return Columns(mutant, mutant in SEQUENCES or repeats, protein, first_residue, beside)
 
 
+def kind_of(cell: str) -> str | None:
+    """Which of `KINDS` a mutation is, as A24G or HGVS; None of those that change residues alone."""
+    words = words_of(cell)
+    if any(map(STOP.search, words)):
+        return "stops"
+    is_same = bool(words) and all(map(SAME.fullmatch, words))
+    return NO_RESIDUE.get(cell.strip().lower(), "synonymous" if is_same else None)
+
+
+def kept_lines(
+    kinds: Sequence[str], column: str, rows: Sequence[dict[str, str]], path: str | Path
+) -> tuple[list[int], dict[str, int]]:
+    """(line numbers of the rows that are of none of these kinds, {kind: rows that are}); says how many.
+
+    UserError for other rows that have no score, with the flag that leaves them out, and if no row is left.
+    """
+    kept, left_out = [], Counter(dict.fromkeys(kinds, 0))
+    for line, cell in enumerate((row[column] for row in rows), 2):
+        kind = kind_of(cell)
+        if kind in kinds:
+            left_out[kind] += 1
+        elif kind == "stops" or cell.strip() in ("_wt", "_sy"):
+            raise UserError(
+                f"{path}, row {line}: {quoted(cell)} is {KINDS[kind]}, which has no score: give --leave_out {kind}"
+            )
+        else:
+            kept.append(line)
+    if kinds:
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
+        logger.info("%s: left out: %s; scored: %s rows", path, counts, f"{len(kept):,}")
+    if not kept:
+        raise UserError(f"{path}: --leave_out {' '.join(kinds)} leaves no row: give fewer")
+    return kept, dict(left_out)
+
+
 def check_new(path: str, names: list[str], new: list[str]) -> None:
     """UserError for a new column that the CSV has already."""
     for name in new:
@@ -159,12 +216,14 @@ def variants_of(
     path: str | Path,
     fasta: str,
     texts: dict[str, bytes] | None = None,
+    lines: Sequence[int] | None = None,
 ) -> list[Variant | Mutated]:
-    """The variant of each row. texts: of the proteins, in the model's alphabet; default: residues.
+    """The variant of each row. texts: of the proteins, in the model's alphabet; default: residues. lines: the rows'
+    numbers, if they are not all of the file's.
 
     UserError names the first row with an unknown protein or an invalid mutation."""
     variants: list[Variant | Mutated] = []
-    for line, row in enumerate(rows, 2):
+    for line, row in zip(lines or range(2, len(rows) + 2), rows, strict=True):
         where = f"{path}, row {line}"
         name, cell = name_of(columns, row, proteins, where, fasta), row[columns.mutant]
         protein = proteins[name]
@@ -231,11 +290,12 @@ def measured_of(
     rows: Sequence[dict[str, str]],
     path: str | Path,
     otherwise: str = "leave it empty, or name another --measured_column",
+    lines: Sequence[int] | None = None,
 ) -> list[float]:
     """The numbers of a column; NaN where nothing was measured. UserError, which ends with `otherwise`, for anything
-    else than finite numbers."""
+    else than finite numbers. lines: as of `variants_of`."""
     values = []
-    for line, row in enumerate(rows, 2):
+    for line, row in zip(lines or range(2, len(rows) + 2), rows, strict=True):
         cell = row[column].strip()
         try:
             value = math.nan if is_missing(cell) else float(cell)

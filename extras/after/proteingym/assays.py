@@ -30,7 +30,8 @@ NAME, FILE, TARGET = "DMS_id", "DMS_filename", "target_seq"
 ID, TYPE = "UniProt_ID", "coarse_selection_type"
 DEPTH, TAXON = "MSA_Neff_L_category", "taxon"
 BINARY = "DMS_score_bin"
-CLINICAL = "DMS_bin_score"  # measured of clinical variants: Pathogenic, or 1, and Benign, or 0
+# Measured of clinical variants: Pathogenic, or 1, and Benign, or 0. The second is an earlier version's.
+CLINICAL = ("DMS_bin_score", BINARY)
 BENIGN = {"benign": 1.0, "0": 1.0, "pathogenic": 0.0, "1": 0.0}  # higher is better, as of the model's scores
 
 
@@ -42,6 +43,11 @@ class Assay(NamedTuple):
     protein: bytes
     about: dict[str, str]
 
+    @property
+    def is_clinical(self) -> bool:
+        """Whether the reference file has no function types."""
+        return TYPE not in self.about
+
 
 class Table(NamedTuple):
     """An assay's rows. measured: [rows], higher is better, NaN for none; fit: bool [rows], the binary label."""
@@ -51,10 +57,6 @@ class Table(NamedTuple):
     variants: list[Variant | Mutated]
     measured: np.ndarray
     fit: np.ndarray
-
-    @property
-    def is_clinical(self) -> bool:
-        return CLINICAL in self.names
 
 
 class Reference(NamedTuple):
@@ -86,10 +88,11 @@ def read_reference(path: str, data: str) -> Reference:
             f"--data {data}: none of the {len(assays)} assays of {path}, as {assays[0].path.name}, is there"
         )
     is_clinical = TYPE not in names
-    if is_clinical and CLINICAL not in (columns := read_rows(there[0].path, f"--data {there[0].path}")[0]):
+    columns = read_rows(there[0].path, f"--data {there[0].path}")[0] if is_clinical else []
+    if is_clinical and (MEASURED in columns or not {*CLINICAL} & {*columns}):
         raise UserError(
             f"{where}: no columns {ID!r} and {TYPE!r}, by which assays are averaged: add them (clinical assays, which "
-            f"need none, have a column {CLINICAL!r}; {there[0].path.name} has {', '.join(map(quoted, columns))})"
+            f"need none, have a column {CLINICAL[0]!r}; {there[0].path.name} has {', '.join(map(quoted, columns))})"
         )
     return Reference(there, [assay.name for assay in assays if not assay.path.is_file()], is_clinical)
 
@@ -116,10 +119,10 @@ def read_table(assay: Assay, reference: str) -> Table:
     column = next((name for name in (MUTANT, *SEQUENCES) if name in names), None)
     if column is None:
         raise UserError(f"{where}: no column {MUTANT!r} and no {SEQUENCES[0]!r}, only {there}: add one")
-    measured, fit = _clinical(rows, where) if CLINICAL in names else _measured(names, rows, where)
+    measured, fit = (_clinical if assay.is_clinical else _measured)(names, rows, where)
     if len(set(measured[~np.isnan(measured)].tolist())) < 2:
-        column = CLINICAL if CLINICAL in names else MEASURED
-        raise UserError(f"{where}: {column} has fewer than 2 different values: remove {assay.name} from {reference}")
+        effects = "the clinical label" if assay.is_clinical else MEASURED
+        raise UserError(f"{where}: {effects} has fewer than 2 different values: remove {assay.name} from {reference}")
     columns, proteins = columns_by(column, names, rows), {assay.name: assay.protein}
     try:
         variants = variants_of(columns, rows, proteins, where, reference)
@@ -146,14 +149,17 @@ def _measured(names: Sequence[str], rows: list[dict[str, str]], where: str) -> t
     return measured, np.array(fit)
 
 
-def _clinical(rows: list[dict[str, str]], where: str) -> tuple[np.ndarray, np.ndarray]:
+def _clinical(names: Sequence[str], rows: list[dict[str, str]], where: str) -> tuple[np.ndarray, np.ndarray]:
     """(1 of a benign variant and 0 of a pathogenic one, whether it is benign)."""
+    column = next((name for name in CLINICAL if name in names), None)
+    if column is None:
+        raise UserError(f"{where}: no column {CLINICAL[0]!r}, only {', '.join(map(quoted, names))}: add it")
     values = []
     for line, row in enumerate(rows, 2):
-        cell = row[CLINICAL].strip().lower()
+        cell = row[column].strip().lower()
         if cell not in BENIGN and not is_missing(cell):
             raise UserError(
-                f"{where}, row {line}: {CLINICAL} {quoted(cell)} is neither Benign nor Pathogenic: correct it"
+                f"{where}, row {line}: {column} {quoted(cell)} is neither Benign nor Pathogenic: correct it"
             )
         values.append(BENIGN.get(cell, math.nan))
     return np.array(values), np.array(values) == 1

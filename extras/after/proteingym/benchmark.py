@@ -141,23 +141,25 @@ def score_assay(model: Encoder | Causal, assay: Assay, path: Path, args: GymFlag
         raise UserError(f"--data {assay.path}: it has a column {twice[0]!r} already: rename it")
     values = each_column(scores, [None], of_variants(model, table.variants), hidden)
     rows = [row | {name: f"{values[name][n]:.6f}" for name in values} for n, row in enumerate(table.rows)]
-    about = {"assay": assay.name, "metrics": metrics_of_scores(values, table)}
+    about = {"assay": assay.name, "metrics": metrics_of_scores(values, table, assay.is_clinical)}
     about |= {"variants": len(rows), "unmeasured": int(np.isnan(table.measured).sum())}
     path.parent.mkdir(exist_ok=True)
     write(path, written(path)[1], [*table.names, *values], rows, about, "--output_dir")
-    metric = "auc" if table.is_clinical else METRICS[0]
+    metric = "auc" if assay.is_clinical else METRICS[0]
     found = ", ".join(f"{name} {shown(each[metric])}" for name, each in about["metrics"].items())
     logger.info("%s, %s variants: %s of %s", assay.name, f"{len(rows):,}", metric, found)
 
 
-def metrics_of_scores(values: dict[str, np.ndarray], table: Table) -> dict[str, dict[str, float | None]]:
+def metrics_of_scores(
+    values: dict[str, np.ndarray], table: Table, is_clinical: bool
+) -> dict[str, dict[str, float | None]]:
     """{score: {metric: value, None where it is not defined}} of the columns, and of what no model computes."""
     is_measured = ~np.isnan(table.measured)
     measured, fit = table.measured[is_measured], table.fit[is_measured]
     found = {}
     for name, scores in (values | baselines_of(table.variants)).items():
         metrics = metrics_of(np.array(scores)[is_measured], measured, fit)
-        kept = {"auc": metrics["auc"]} if table.is_clinical else metrics
+        kept = {"auc": metrics["auc"]} if is_clinical else metrics
         found[name] = {metric: number(value) for metric, value in kept.items()}
     return found
 

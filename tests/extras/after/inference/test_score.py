@@ -165,7 +165,11 @@ def test_score_reads_proteingyms_tables(job, model, tmp_path, caplog):
         ("protein,mutant\none,A15G\n", [], "row 2: A15G: the protein has residues 1 to 6"),
         ("protein,mutant\none,M-1G\n", [], "row 2: M-1G: the protein has residues 1 to 6"),
         ("protein,mutant\none,nonsense\n", [], "row 2: 'nonsense' is not a mutation: expected, for example, A24G"),
-        ("protein,mutant\none,A5*\n", [], "row 2: 'A5*' is not a mutation: expected, for example, A24G"),
+        (
+            "protein,mutant\none,A5*\n",
+            [],
+            "row 2: 'A5*' is a stop or frameshift, which has no score: give --leave_out stops",
+        ),
         ("protein,mutant\none,A٥G\n", [], "row 2: 'A٥G' is not a mutation: expected, for example, A24G"),
         (f"protein,mutant\none,A{'9' * 5000}G\n", [], "row 2: 'A999999999"),
         ("protein,mutant\none,A5Z\n", [], "row 2: A5Z: Z is not one of the 20 amino acids"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import time
@@ -16,6 +15,7 @@ from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
 import score as script
+from common.cli import UserError
 from tests.data_fixtures import call, environment, everything_in, write_fasta
 from tests.extras.after.inference.embed_fixtures import make_model
 from tests.extras.after.inference.test_causal import make_decoder
@@ -124,7 +124,7 @@ def test_finished_does_nothing_and_other_input_needs_overwrite(model, gym, out, 
     run_gym(gym, model, out)
     assert "was made by the same command: nothing to do" in caplog.text
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    with pytest.raises(ValueError, match="was made from other input or arguments: --overwrite it"):
+    with pytest.raises(UserError, match="was made from other input or arguments: --overwrite it"):
         run_gym(gym, model, out, "--one_pass")
     shutil.copytree(out, tmp_path / "out")
     run_gym(gym, model, tmp_path / "out", "--one_pass", "--overwrite")
@@ -202,26 +202,33 @@ def test_decoder_leaves_out_what_it_cannot_read(tmp_path, caplog):
     assert results["averages"]["auc"].keys() == {*LIKELIHOODS, "blosum62", "residue_frequency"}
 
 
-def test_clinical_variants_have_the_other_sign(model, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("column", "pathogenic", "benign"), [("DMS_bin_score", "Pathogenic", "Benign"), ("DMS_score_bin", 1, 0)]
+)
+def test_clinical_variants_have_the_other_sign(model, tmp_path, caplog, column, pathogenic, benign):
     """Pathogenic is 1 there: a higher score, which is a likelier residue, speaks for Benign."""
     caplog.set_level("INFO")
     about = []
     for name, protein in (("NP_1", "MKVLAGTWYEDR"), ("NP_2", "AGTWYEDRMKVL")):
         mutants = [f"{letter}{n}{'A' if letter == 'W' else 'W'}" for n, letter in enumerate(protein, 1)]
-        rows = [[mutant, ("Pathogenic", "Benign")[n % 2]] for n, mutant in enumerate(mutants)]
-        write_rows(tmp_path / f"data/{name}.csv", ["mutant", "DMS_bin_score"], rows)
+        rows = [[mutant, (pathogenic, benign)[n % 2]] for n, mutant in enumerate(mutants)]
+        write_rows(tmp_path / f"data/{name}.csv", ["mutant", column], rows)
         about.append([name, f"{name}.csv", protein])
     reference = write_rows(tmp_path / "clinical.csv", ["DMS_id", "DMS_filename", "target_seq"], about)
     run_gym(Gym(reference, tmp_path / "data", {}), model, tmp_path / "out")
     expected = []
     for name, *_ in about:
         scored = pd.read_csv(tmp_path / f"out/scores/{name}.csv")
-        expected.append(roc_auc_score(scored["DMS_bin_score"] == "Pathogenic", -scored["masked_marginal"]))
+        expected.append(roc_auc_score(scored[column] == pathogenic, -scored["masked_marginal"]))
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert list(results["averages"]) == ["auc"]
     assert results["averages"]["auc"]["masked_marginal"]["average"] == pytest.approx(np.mean(np.round(expected, 3)))
     assert "± bootstrap standard error over proteins" in caplog.text
-    assert not os.path.exists(tmp_path / "out/spearman")
+    assert not (tmp_path / "out/spearman").exists()
+    table = tmp_path / "data/NP_2.csv"
+    table.write_text(table.read_text().replace(f",{benign}", ",perhaps"))
+    with pytest.raises(UserError, match=f"row 3: {column} 'perhaps' is neither Benign nor Pathogenic"):
+        run_gym(Gym(reference, tmp_path / "data", {}), model, tmp_path / "new")
 
 
 def test_wild_types_above_the_context_are_said_and_read_in_windows(model, gym, tmp_path, caplog):
