@@ -54,10 +54,11 @@ class Catalogue(Protocol):
     def alphabet(self, described: Any, where: str) -> Any:
         """An alphabet but ESM-2's: by name or YAML file, from a record of one, or by the list of its tokens."""
 
-    def esm2_layers(
-        self, args: Any, config: Any, backend: str, gelu: str, world: Any, make: Any
-    ) -> tuple[Any, list[str | None]]:
+    def esm2_layers(self, args: Any, config: Any, backend: str, gelu: str, world: Any, make: Any) -> tuple[Any, list]:
         """--backend hf, --fused_gelu: (what makes the model, lines for the log)."""
+
+    def lora(self) -> Any:
+        """--lora: the module that checks, adds and merges adapters."""
 
     def recipe_config(self, content: dict) -> dict:
         """config.json of a model of NVIDIA's recipe, as transformers has it."""

@@ -89,7 +89,6 @@ class PrecisionFlags(Flags):
                 yield Missing("--fp8", f"--{name} goes with --fp8{reason}")
         if self.emulate_precision and not (self.fp8 or self.fp4):
             yield Missing("--fp8", "or --fp4: there is nothing to emulate")
-
         for detail in ("freq", "dir", "file"):
             if getattr(self, f"quant_stats_{detail}") is not None and not self.quant_stats:
                 yield Missing("--quant_stats", f"--quant_stats_{detail} goes with --quant_stats")

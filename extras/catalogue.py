@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,7 @@ def families() -> dict[str, FamilyLine]:
         "esmc": FamilyLine("extras.families.esmc.family", "biohub/ESMC-*-hf", "ESM C, the 300M if not named"),
         "amplify": FamilyLine("extras.families.amplify.family", "chandar-lab/AMPLIFY_*", "AMPLIFY, the 120M"),
         "e1": FamilyLine("extras.families.e1.family", "Profluent-Bio/E1-*", "E1, which reads homologs, the 150M"),
-        "esm_sets": FamilyLine(
-            "extras.families.esm2_sets.family", about="an ESM-2 that learns to read homologs, with its name"
-        ),
+        "esm_sets": FamilyLine("extras.families.esm2_sets.family", "", "an ESM-2 that learns to read homologs"),
     }
 
 
@@ -70,9 +68,7 @@ def alphabet(described: Any, where: str) -> Any:
     return open_alphabet(described, where)
 
 
-def esm2_layers(
-    args: Any, config: Any, backend: str, gelu: str, world: Any, make: Callable[[], Any]
-) -> tuple[Callable[[], Any], list[str | None]]:
+def esm2_layers(args: Any, config: Any, backend: str, gelu: str, world: Any, make: Any) -> tuple[Any, list]:
     from common.models.layers.backend import HF_BACKENDS
 
     remarks: list[str | None] = []
@@ -87,6 +83,12 @@ def esm2_layers(
         remarks.append(extras.speed.fused_gelu.check(args, config, gelu, world))
         make = partial(extras.speed.fused_gelu.with_fused_gelu, make)
     return make, remarks
+
+
+def lora() -> Any:
+    from extras.after.adapting import lora
+
+    return lora
 
 
 def recipe_config(content: dict) -> dict:

@@ -127,7 +127,14 @@ def read_checkpoint(checkpoint: Path, config: Any) -> tuple[Callable[[str], Tens
         if stored.shapes.get(MODEL + name) != tensor.shape:
             raise UserError(f"{checkpoint}: its weights are not those of its {CONFIG}: {name}: make a new checkpoint")
     extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
-    return lambda name: stored.read(MODEL + name), extras
+    model = files.read_manifest(checkpoint).model
+    if "lora" not in model:
+        return lambda name: stored.read(MODEL + name), extras
+    from extras.after.adapting import lora
+
+    alpha = lora.alpha_of(model, str(checkpoint / files.MANIFEST))
+    names = {name.removeprefix(MODEL) for name in stored.shapes}
+    return lora.merged(lambda name: stored.read(MODEL + name), names, alpha), extras
 
 
 def main() -> None:

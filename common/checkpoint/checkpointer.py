@@ -125,7 +125,7 @@ class Checkpointer:
         self.model, self.optimizer = model, optimizer
         self.scales = scales or {}
         self.extras = {"extras": extras} if extras else {}
-        self.config, self.fingerprint = config, config.fingerprint()
+        self.config, self.fingerprint = config, config.fingerprint() | getattr(model, "lora", {})
         self.world, self.dcp_state, self.tokenizer = world, dcp_state, tokenizer
         self.stager = PinnedStager(world.device, optimizer, in_passes=bool(self.scales))
         # The writer thread's collectives must not interleave with those of the training step.

@@ -204,7 +204,6 @@ class RunArguments(Flags, ABC):
         None,
         "OWNER/NAME: upload final_model/ to the Hub after it is exported, with HF_TOKEN; a new repository is private.",
     )
-
     yes: bool = flag(False, "Begin, on a terminal, a run that takes more than a day by the time of its first steps.")
 
     @property
@@ -264,6 +263,8 @@ class RunArguments(Flags, ABC):
                 f"--pad_sequences_to_be_divisible_by {multiple}: a sequence is cut into 2 x --cp_size chunks: give a "
                 f"multiple of {2 * cp_size}"
             )
+        if any(getattr(self.model, name) != getattr(BackendFlags, name) for name in BackendFlags.adapters):
+            extra().lora().check_run(self)
         if self.hub_model_id is not None:
             extra().check_push(self.hub_model_id)
         if self.find.find_learning_rate and self.dry_run.dry_run:

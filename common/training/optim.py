@@ -30,11 +30,7 @@ class OptimizerFlags(ScheduleFlags):
     unlisted = ("adam_beta1", "adam_beta2", "adam_epsilon", "max_skipped_steps")
     file_only = ("triton_adamw",)
 
-    optim: str = flag(
-        "adamw_torch_fused",
-        "To need fewer tokens: muon (docs/optimisation.md).",
-        choices=OPTIMIZERS,
-    )
+    optim: str = flag("adamw_torch_fused", "To need fewer tokens: muon (docs/optimisation.md).", choices=OPTIMIZERS)
     weight_decay: float = flag(0.01, "On matrices and embeddings; never on biases and norms. Raise it for few data.")
     adam_beta1: float = flag(0.9, "AdamW's first moment.")
     adam_beta2: float = flag(0.98, "AdamW's second moment.")

@@ -115,10 +115,10 @@ def changed_flags(saved: dict, now: dict) -> dict[str, str]:
 def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
     """UserError unless the manifest's `model` equals the fingerprint."""
     model = {"hidden_act": fingerprint.get("hidden_act")} | model  # missing in older checkpoints
-    flags = {"hidden_act": "hidden_act (--gelu)"}
+    flags = {"hidden_act": "hidden_act (--gelu)", "lora": "--lora"}
     differing = [
         f"{flags.get(k, k)} {shorten(model.get(k))} (now {shorten(v)})"
-        for k, v in fingerprint.items()
+        for k, v in ({"lora": None} | fingerprint).items()
         if model.get(k) != v
     ]
     if differing:

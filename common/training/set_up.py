@@ -110,7 +110,7 @@ def set_up(
     state = resume.state
     with world.raise_together():
         resume.check(
-            fingerprint=built.config.fingerprint(),
+            fingerprint=checkpointer.fingerprint,
             data=task.data,
             weights=args.model.model_name_or_path,
             optim=args.optimizer.optim,

@@ -20,6 +20,7 @@ from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.hooks import extra
 from common.models.layers.model_card import Training
 from common.models.layers.residual import Model
 from common.precision import Precision
@@ -117,12 +118,7 @@ class Task(ABC, Generic[Arguments, Data]):
         """Makes this rank's training batches. total_steps: of the run, which schedules of batches span."""
 
     def steps(
-        self,
-        packs_per_step: PacksPerStep,
-        step: int,
-        position: dict,
-        last_step: int | None,
-        total_steps: int,
+        self, packs_per_step: PacksPerStep, step: int, position: dict, last_step: int | None, total_steps: int
     ) -> TrainLoader:
         """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data).
 
@@ -164,7 +160,8 @@ class Task(ABC, Generic[Arguments, Data]):
         """Floating-point operations of a training step with these counts."""
         totals = counts.num_tokens, counts.sum_squared_lengths, counts.num_targets
         of_sets = {"set_pairs": counts.set_pairs} if counts.set_pairs else {}
-        return self.family.flops(self.built.config, *totals, **of_sets)
+        flops = self.family.flops(self.built.config, *totals, **of_sets)
+        return flops * 2 / 3 if self.flags.model.lora else flops  # frozen weights have no gradients
 
     def exported(
         self, gather: Callable[[Tensor], Tensor], fitted: dict[str, Tensor] | None = None
@@ -175,7 +172,10 @@ class Task(ABC, Generic[Arguments, Data]):
         """
         parameters = dict(self.built.weights.named_parameters())
         extras = self.built.extras | (fitted or {})
-        return self.family.adapter.to_hf(lambda name: gather(parameters[name]).detach(), self.built.config, extras)
+        read: Callable[[str], Tensor] = lambda name: gather(parameters[name]).detach()  # noqa: E731
+        if self.flags.model.lora:
+            read = extra().lora().merged(read, parameters, self.flags.model.lora_alpha)
+        return self.family.adapter.to_hf(read, self.built.config, extras)
 
     def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
         """Write them where transformers' from_pretrained opens them; the main rank only."""

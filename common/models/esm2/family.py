@@ -162,9 +162,8 @@ class EncoderFamily(BackendFamily):
 
     def check_flags(self, flags: ModelFlags) -> None:
         """UserError for flags of ESM-2 only."""
-        of_esm2 = {"gelu": flags.gelu, "fused_gelu": flags.fused_gelu, "tokenizer_name": flags.tokenizer_name}
-        of_esm2 |= {"alphabet": flags.alphabet}
-        for name in (name for name, is_given in of_esm2.items() if is_given):
+        of_esm2 = ("gelu", "fused_gelu", "tokenizer_name", "alphabet")
+        for name in (name for name in of_esm2 if getattr(flags, name)):
             raise UserError(f"--{name}: is of ESM-2 only, and this is {self.title}: drop the flag")
         if flags.backend in HF_BACKENDS:
             raise UserError(f"--backend {flags.backend}: is of ESM-2 only: choose auto, te, torch")

@@ -45,7 +45,8 @@ class BackendFlags(Flags):
     """Flags of a model of any family: its weights, and what computes its layers."""
 
     group = "model"
-    unlisted = ("flash_attention",)
+    adapters = ("lora", "lora_r", "lora_alpha", "lora_targets")
+    unlisted = ("flash_attention", *adapters)
     file_only = ("cp_comm_type",)
 
     backend: str = flag(
@@ -73,10 +74,14 @@ class BackendFlags(Flags):
         None,
         "To train given weights further: a run's output directory, its final_model/ or a checkpoint, or a Hub name.",
     )
+    lora: bool = flag(False, "Train adapters of the layers, merged on export, and no weights (docs/adapting.md).")
+    lora_r: int = flag(8, "Rank of LoRA's matrices.")
+    lora_alpha: float = flag(16.0, "LoRA's scale times its rank.")
+    lora_targets: str = flag("qkv,proj,fc1,fc2", "With --lora: the matrices of a layer that get adapters.")
 
     def torch_only(self) -> list[str]:
         """Flags that are given and only the torch backend can honour."""
-        return [COMPILED] * bool(self.torch_compile)
+        return [COMPILED] * bool(self.torch_compile) + ["--lora"] * self.lora
 
     def choose_attention(self, heads: Heads, bf16: bool, world: World, by: str = "torch") -> tuple[str, str]:
         """Activate the kernels of torch's attention: (their name for results, a line for the log), or ("", "") where

@@ -27,8 +27,6 @@ FLAGS = (
 WORDS = {"optim": ("adamw_torch_fused", "muon"), "objective": ("mdlm",)}
 SPLITS = {"eval": "validation", "test": "test"}
 LICENSE = "unknown"  # an identifier of the Hub's
-
-
 HASH = re.compile(r"[0-9a-f]{16,64}(-\d+)?")  # and a number of records
 
 
@@ -200,7 +198,7 @@ def _hidden(results: Mapping[str, Any], prefix: str) -> str:
 
 
 def shown_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name in FLAGS:
+    for name in (*FLAGS, *(("lora", "lora_r", "lora_alpha") if flags.get("lora") is True else ())):
         value = flags.get(name)
         if type(value) in (bool, int, float) or value in WORDS.get(name, ()):
             yield f"`--{name}`", f"{value}"

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from common.hooks import extra
-from common.models.layers.hf_directory import (
-    check_finite,
-    check_tensors,
-    is_checkpoint,
-    local_directory,
-    read_tensors,
-)
+from common.models.layers.hf_directory import check_finite, check_tensors, is_checkpoint, local_directory, read_tensors
 from common.models.layers.residual import Model
 
 if TYPE_CHECKING:  # what reads a model needs no model card

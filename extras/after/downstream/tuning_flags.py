@@ -10,6 +10,7 @@ from typing import Any
 
 from common.cli import UserError
 from common.flags import Flags, Missing, flag
+from common.models.layers.backend import BackendFlags
 from extras.after.downstream.groups import Clustering
 from extras.after.downstream.labels import TASKS
 from extras.prepare.relatives import HELP
@@ -17,7 +18,7 @@ from extras.prepare.sources.proteins import ProteinFlags
 
 # Flags that are None unless given, since they are refused where they have no effect.
 SIZES = {"validation_size": 0.1, "test_size": 0.2}
-LORA = {"lora_r": 8, "lora_alpha": 16.0, "lora_dropout": 0.0}
+LORA = {"lora_r": BackendFlags.lora_r, "lora_alpha": BackendFlags.lora_alpha, "lora_dropout": 0.0}
 
 
 @dataclass
