@@ -35,6 +35,7 @@ from common.files.content_hash import content_hash
 from common.flags import Missing, flag, parse_arguments
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_files, model_hash
+from extras.after.adapting.one_protein import AdaptFlags, by_adapted, joined
 from extras.after.downstream.outputs import claimed, locked_file
 from extras.after.downstream.results import to_open
 from extras.after.inference.causal import Causal, CausalFlags, directions_of, is_decoder, refuse_flags_of_encoders
@@ -111,6 +112,7 @@ class Arguments(EncoderFlags):
     }
     decoder: CausalFlags = field(default_factory=CausalFlags)
     context: ContextFlags = field(default_factory=ContextFlags)
+    adaptation: AdaptFlags = field(default_factory=AdaptFlags)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
     figures: FigureFlags = field(default_factory=FigureFlags)
 
@@ -138,6 +140,8 @@ class Arguments(EncoderFlags):
         for kind in self.leave_out or ():
             if kind not in KINDS:
                 raise UserError(f"--leave_out {kind}: choose of {', '.join(KINDS)}")
+        if self.adaptation.adapt and self.context.homologs:
+            raise UserError("--adapt: trains on one protein alone, and --homologs reads others with it: drop one")
         for name in self.inputs:
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
@@ -162,7 +166,8 @@ def input_hashes(args: Arguments) -> dict[str, str]:
 
 def scores_of(args: Arguments, model: str, variants: Variants = ()) -> Scores:
     has_errors = bool(args.context.homologs) and args.context.contexts > 1
-    return Scores.of(is_decoder(model), variants, args.wild_type_marginal_only, args.column_prefix, has_errors)
+    one_pass, prefix = args.wild_type_marginal_only, args.column_prefix
+    return Scores.of(is_decoder(model), variants, one_pass, prefix, has_errors, args.adaptation.adapt)
 
 
 def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, Any]:
@@ -176,7 +181,7 @@ def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, A
             check_family(model)
         encoder_family(model).load_config(model)
     made_from = hashes | {"model_hash": model_hash(model)} | {name: getattr(args, name) for name in SETTINGS}
-    made_from |= args.proteins.given | args.context.given | args.figures.given
+    made_from |= args.proteins.given | args.context.given | args.adaptation.given | args.figures.given
     later = {"measured_column": args.measured_column, "leave_out": sorted(args.leave_out or ())}
     return made_from | {name: value for name, value in later.items() if value}
 
@@ -185,6 +190,7 @@ def check_decoder(args: Arguments) -> None:
     """UserError for flags that are of encoders."""
     given = {
         "homologs": bool(args.context.homologs),
+        "adapt": args.adaptation.adapt,
         "max_seq_length": args.max_seq_length != Arguments.max_seq_length,
         "wild_type_marginal_only": args.wild_type_marginal_only,
     }
@@ -224,6 +230,23 @@ def scored_rows(
     return [rows[line - 2] for line in lines], lines, {"left_out": counts} if counts else {}
 
 
+def adapted_to_variants(
+    args: Arguments, model: Encoder, variants: Variants, texts: dict[str, bytes], scores: Scores
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float]]]:
+    """({column: the variants' scores, each by the model adapted to its protein}, {protein: its losses})."""
+    rows: dict[bytes, list[int]] = {}
+    for number, variant in enumerate(variants):
+        rows.setdefault(variant.protein, []).append(number)
+
+    def compute(text: bytes) -> dict[str, np.ndarray]:
+        return each_column(scores, [None], of_variants(model, [variants[n] for n in rows[text]], scores))
+
+    names = {text: name for name, text in texts.items()}
+    found, losses = by_adapted(model, args.adaptation, {text: names[text] for text in rows}, compute)
+    back = np.argsort(np.concatenate(list(rows.values())))
+    return {name: values[back] for name, values in joined(found.values()).items()}, losses
+
+
 def score_table(args: Arguments) -> None:
     path, hashes = str(args.mutations), input_hashes(args)
     names, rows = read_rows(path, f"--mutations {path}")
@@ -249,8 +272,11 @@ def score_table(args: Arguments) -> None:
             logger.info("%s was made from the same input and arguments: nothing to do", output)
             return
         loaded, contexts = load(args, made_from, model, used)
-        values = each_column(scores, contexts, of_variants(loaded, variants))
+        values = each_column(scores, contexts, of_variants(loaded, variants, scores))
         about: dict[str, Any] = {"made_from": made_from, "model_name_or_path": args.model_name_or_path} | left_out
+        if isinstance(loaded, Encoder) and args.adaptation.adapt:
+            more, about["adapted"] = adapted_to_variants(args, loaded, variants, used, scores)
+            values |= more
         if measured_column:
             ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
             found = correlate({name: values[name] for name in scores.names}, measured, ids, variants)
@@ -276,12 +302,21 @@ def score_all(args: Arguments) -> None:
         if (output := stack.enter_context(claim)) is None:
             return
         loaded, contexts = load(args, made_from, model, proteins)
-        scores = each_column(scores_of(args, model), contexts, of_single_mutants(loaded, list(texts.values())))
+        which, about = scores_of(args, model), {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
+        scores = each_column(which, contexts, of_single_mutants(loaded, list(texts.values())))
+        if isinstance(loaded, Encoder) and args.adaptation.adapt:
+            names = {text: name for name, text in texts.items()}
+            found, about["adapted"] = by_adapted(
+                loaded,
+                args.adaptation,
+                names,
+                lambda text: each_column(which, contexts, of_single_mutants(loaded, [text])),
+            )
+            scores |= joined(found[text] for text in texts.values())
         ends = np.cumsum([len(residues) for residues in proteins.values()])[:-1]
         of_records = {name: np.split(values, ends) for name, values in scores.items()}
         matrices = {name: of_all_chains(proteins.values(), values) for name, values in of_records.items()}
         proteins = dict(chain for protein in proteins.items() for chain in named_chains(*protein))
-        about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
         log_variance(write_matrices(output, proteins, matrices, args.first_residue, args.figures, about))
     logger.info("Written: %s", to_open(directory))
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.console import slow_bar
+from extras.after.adapting.one_protein import ADAPTED
 from extras.after.inference.causal import Causal, log_likelihoods, matrices_of
 from extras.after.inference.contexts import mean_over
 from extras.after.inference.encoder import Encoder
@@ -26,16 +27,23 @@ Compute = Callable[..., dict[str, np.ndarray]]
 
 
 class Scores(NamedTuple):
-    """What is written: {column: whether residues are masked}, of each the endings of its name, and whether standard
-    errors over contexts follow."""
+    """What is written: {column: whether residues are masked}, of each the endings of its name, whether standard errors
+    over contexts follow, and whether scores of the adapted model do."""
 
     columns: dict[str, bool]
     endings: tuple[str, ...]
     has_errors: bool = False
+    is_adapted: bool = False
 
     @classmethod
     def of(
-        cls, decodes: bool, variants: Variants, one_pass: bool, prefix: str = "", has_errors: bool = False
+        cls,
+        decodes: bool,
+        variants: Variants,
+        one_pass: bool,
+        prefix: str = "",
+        has_errors: bool = False,
+        is_adapted: bool = False,
     ) -> Scores:
         """A decoder gives likelihoods, an encoder marginals, or pseudo-likelihoods if a variant has another length.
 
@@ -45,12 +53,13 @@ class Scores(NamedTuple):
         columns = CAUSAL if decodes else PSEUDO if has_indels else MARGINALS
         named = {f"{prefix}{name}": masked for name, masked in columns.items() if not (masked and one_pass)}
         endings = ("", MEAN) if (decodes or has_indels) and variants else ("",)
-        return cls(named, endings, has_errors)
+        return cls(named, endings, has_errors, is_adapted)
 
     @property
     def names(self) -> list[str]:
         """The columns of scores."""
-        return [f"{name}{ending}" for name in self.columns for ending in self.endings]
+        plain = [f"{name}{ending}" for name in self.columns for ending in self.endings]
+        return plain + [f"{name}{ADAPTED}" for name in plain if self.is_adapted]
 
     @property
     def all_names(self) -> list[str]:
@@ -75,13 +84,13 @@ def each_column(
     return found | errors
 
 
-def of_variants(model: Encoder | Causal, variants: Variants) -> Compute:
-    """The scores of a table's variants."""
+def of_variants(model: Encoder | Causal, variants: Variants, scores: Scores) -> Compute:
+    """The scores of a table's variants, or of some of them."""
     if isinstance(model, Causal):
         return lambda masked, done, planned, _: log_likelihoods(model, variants, done, planned)
-    substitutions = [variant for variant in variants if isinstance(variant, Variant)]
-    if len(substitutions) < len(variants):
+    if MEAN in scores.endings:
         return lambda *how: pseudo_log_likelihoods(model, variants, *how)
+    substitutions = [variant for variant in variants if isinstance(variant, Variant)]
     return lambda *how: {"": np.array(score(model, substitutions, *how))}
 
 

@@ -139,7 +139,7 @@ def score_assay(model: Encoder | Causal, assay: Assay, path: Path, args: GymFlag
     scores = Scores.of(isinstance(model, Causal), table.variants, args.wild_type_marginal_only)
     if twice := [name for name in scores.names if name in table.names]:
         raise UserError(f"--data {assay.path}: it has a column {twice[0]!r} already: rename it")
-    values = each_column(scores, [None], of_variants(model, table.variants), hidden)
+    values = each_column(scores, [None], of_variants(model, table.variants, scores), hidden)
     rows = [row | {name: f"{values[name][n]:.6f}" for name in values} for n, row in enumerate(table.rows)]
     about = {"assay": assay.name, "metrics": metrics_of_scores(values, table, assay.is_clinical)}
     about |= {"variants": len(rows), "unmeasured": int(np.isnan(table.measured).sum())}
