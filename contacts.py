@@ -28,13 +28,13 @@ import torch
 
 from common import console
 from common.cli import UserError, run
+from common.figures import FigureFlags
 from common.files.content_hash import content_hash, content_hashes
 from common.files.safe_files import file_name
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_hash
 from extras.after.downstream.complexes import (
-    Complex,
     complex_features,
     evaluate_complexes,
     likeliest,
@@ -85,6 +85,7 @@ class Arguments(Flags):
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
     context: ContextFlags = field(default_factory=ContextFlags)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
+    figures: FigureFlags = field(default_factory=FigureFlags)
 
     def missing(self) -> Iterator[Missing]:
         if not self.model_name_or_path:
@@ -149,10 +150,10 @@ def evaluate(
         counts = {"residues": len(chain.sequence), "resolved": chain.resolved}
         rows.append({"chain": chain.name} | counts | found[-1])
         if len(drawn) < args.maps:
-            drawn.append((chain, probabilities, directory / f"{file_name(chain.name, taken)}.png"))
+            drawn.append((chain, probabilities, directory / file_name(chain.name, taken)))
     write_table(directory / TABLE, rows)
     for each in drawn:
-        draw(*each)
+        draw(*each, args.figures)
     logger.info("%d chains, head %s: %s", len(chains), source, summary(found))
     means = mean_precisions(found) | standard_errors(found)
     results = {"chains": len(chains), "head": source, "stderr_over": "chains"} | means
@@ -202,8 +203,8 @@ def predict(
         probabilities = head.probabilities(features_of(chain))
         name = file_name(chain.name, taken)
         write_table(directory / f"{name}.csv", likeliest(chain, probabilities))
-        if number < args.maps and not isinstance(chain, Complex):
-            draw(chain, probabilities, directory / f"{name}.png")
+        if number < args.maps:
+            draw(chain, probabilities, directory / name, args.figures)
     logger.info("Proteins: %d, head %s", len(chains), source)
     return {"proteins": len(chains), "head": source}
 
@@ -211,6 +212,7 @@ def predict(
 def identity(args: Arguments, model: str, chains: list[Chain]) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model, structures, FASTA file and homologs."""
     made_from: dict[str, Any] = {"script": "contacts.py", "fit": args.fit, "maps": args.maps} | args.proteins.given
+    made_from |= args.figures.given
     made_from["model_hash"] = model_hash(model)
     if args.structures:
         paths = structure_files(args.structures)

@@ -115,16 +115,21 @@ def mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
-def likeliest(chain: Chain, probabilities: np.ndarray) -> list[dict[str, Any]]:
-    """A row for each of the L likeliest pairs: `SEPARATION` or more apart within a chain, or of two chains. Of a
-    complex with the chains' letters, and numbers in the chain."""
-    numbers = chain.numbers if isinstance(chain, Complex) else np.zeros(len(chain.sequence), np.int64)
+def likeliest_pairs(numbers: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(i, j) of the L likeliest pairs of the L residues: `SEPARATION` or more apart within a chain, or of two chains.
+    numbers: of each residue's chain."""
     apart = np.triu(numbers[:, None] != numbers[None]) | np.triu(np.ones((len(numbers),) * 2, bool), SEPARATION)
     i, j = np.nonzero(apart)
     taken = np.argsort(-probabilities[i, j], kind="stable")[: len(numbers)]
+    return i[taken], j[taken]
+
+
+def likeliest(chain: Chain, probabilities: np.ndarray) -> list[dict[str, Any]]:
+    """A row for each of the `likeliest_pairs`. Of a complex with the chains' letters, and numbers in the chain."""
+    numbers = chain.numbers if isinstance(chain, Complex) else np.zeros(len(chain.sequence), np.int64)
     first = np.searchsorted(numbers, numbers)  # of each residue's chain
     rows = []
-    for a, b in zip(i[taken].tolist(), j[taken].tolist(), strict=True):
+    for a, b in zip(*(places.tolist() for places in likeliest_pairs(numbers, probabilities)), strict=True):
         row: dict[str, Any] = {"i": a + 1 - int(first[a]), "j": b + 1 - int(first[b])}
         row |= {"residue_i": chain.sequence[a], "residue_j": chain.sequence[b]}
         row["probability"] = f"{probabilities[a, b]:.6f}"

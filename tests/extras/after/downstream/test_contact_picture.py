@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from extras.after.downstream.contact_picture import FALSE, TRUE, draw, title_of
+from common.figures import ONE_COLUMN, FigureFlags, figure_style
+from extras.after.downstream.complexes import joined, likeliest
+from extras.after.downstream.contact_picture import FALSE, TRUE, draw, figure_of, title_of
 from extras.after.downstream.contacts import RANGES, precisions, top_pairs
 from extras.after.downstream.structures import Chain
 
@@ -64,7 +66,7 @@ def test_map_has_true_and_false_pairs_and_is_not_blank(tmp_path):
     dark = []
     for highest in (1.0, 0.2):
         scores = scores_of(60) ** 4
-        draw(chain_of(60), scores / scores.max() * highest, tmp_path / "a.png")
+        draw(chain_of(60), scores / scores.max() * highest, tmp_path / "a")
         image = matplotlib.image.imread(tmp_path / "a.png")[..., :3]
         assert min(pixels_of(image, TRUE), pixels_of(image, FALSE)) > 100
         dark.append((image.max(-1) < 0.5).mean())
@@ -72,9 +74,45 @@ def test_map_has_true_and_false_pairs_and_is_not_blank(tmp_path):
 
 
 def test_map_without_structure_or_pairs_has_no_true_and_false(tmp_path):
-    draw(chain_of(60, None), scores_of(60) * 0.1, tmp_path / "a.png")
+    draw(chain_of(60, None), scores_of(60) * 0.1, tmp_path / "a")
     image = matplotlib.image.imread(tmp_path / "a.png")[..., :3]
     assert pixels_of(image, TRUE) > 100
     assert pixels_of(image, FALSE) == 0
-    draw(chain_of(4, None), scores_of(4), tmp_path / "b.png")
+    draw(chain_of(4, None), scores_of(4), tmp_path / "b")
     assert "no pairs" in title_of(chain_of(4, None), None)
+
+
+def test_map_is_a_column_wide_with_its_texts_inside():
+    for chain in (chain_of(300, name="x" * 60), chain_of(60, None), chain_of(30)):
+        with figure_style():
+            figure = figure_of(chain, scores_of(len(chain.sequence)))
+            width, height = figure.get_size_inches()
+            figure.canvas.draw()
+            whole = figure.get_tightbbox()
+        assert width == pytest.approx(ONE_COLUMN)
+        assert (whole.x0 >= 0, whole.y0 >= 0, whole.x1 <= width, whole.y1 <= height) == (True,) * 4
+
+
+def test_map_of_a_complex_has_borders_letters_and_the_likeliest_pairs_of_its_table(tmp_path):
+    whole = joined("pair", [chain_of(40, None), chain_of(25, None)])
+    scores = scores_of(65)
+    scores[38, 41] = scores[41, 38] = 2.0  # three apart in the record, yet of two chains
+    with figure_style():
+        axes, *_ = figure_of(whole, scores).axes
+    assert [set(map(float, line.get_xdata())) for line in axes.lines] == [{0.0, 1.0}, {40.5}]
+    assert [set(map(float, line.get_ydata())) for line in axes.lines] == [{40.5}, {0.0, 1.0}]
+    points = (np.asarray(axes.collections[0].get_offsets()) - 1).astype(int)
+    first = {"A": 0, "B": 40}
+    rows = likeliest(whole, scores)
+    assert {(int(i), int(j)) for j, i in points} == {
+        (first[row["chain_i"]] + row["i"] - 1, first[row["chain_j"]] + row["j"] - 1) for row in rows
+    }
+    assert (38, 41) in {(int(i), int(j)) for j, i in points}
+    for child in axes.child_axes:
+        letters = [label.get_text() for label in child.get_xticklabels() + child.get_yticklabels()]
+        assert {"A", "B"} <= set(letters)
+    numbers = dict(zip(axes.get_xticks(), [label.get_text() for label in axes.get_xticklabels()], strict=True))
+    assert (numbers[1], numbers[41]) == ("1", "1")
+    [path] = draw(whole, scores, tmp_path / "pair", FigureFlags(["svg"]))
+    assert path.name == "pair.svg"
+    assert "the 65 likeliest pairs" in path.read_text()
