@@ -26,13 +26,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_clocks import HEADS, cells, finish, matmul_tflops, watched
-from benchmarks.gpu_models import SIZES, check_choices, failure, generated, gpu_name
+from benchmarks.gpu_models import SIZES, check_choices, failure, gpu_name
 from benchmarks.measuring import publish, say, where_measured
 from common.cli import UserError, run
 from common.compat import scaled_mm
 from common.flags import Flags, flag, parse_arguments
 from common.models.layers.attention import rotated_attention
 from common.models.layers.backend import Heads
+from extras.plan.step_model.model import typical_pack
 
 ATTENTION = ("FA2", "FA3", "FA4", "cuDNN")
 HEAD_DIMS = (64, 128)
@@ -102,7 +103,7 @@ def attention_ms(name: str, qkv: list[Tensor], bounds: Tensor, longest: int) -> 
 def attention_lines(args: Arguments) -> Iterator[str]:
     yield f"| heads of | {' | '.join(f'{name}, ms' for name in ATTENTION)} |"
     yield "|--:|" + "--:|" * len(ATTENTION)
-    batch, device = generated(args.tokens), torch.device(args.device)
+    batch, device = typical_pack(args.tokens), torch.device(args.device)
     bounds = batch["cu_seqlens"].to(device)
     for width in HEAD_DIMS:
         shape = len(batch["input_ids"]), 1280 // width, width

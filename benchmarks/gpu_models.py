@@ -6,20 +6,17 @@ import importlib
 from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.dry_run import DDP, FSDP2, parsed
 from benchmarks.measuring import words
 from common.cli import UserError
-from common.data.collators import Batch, MaskingCollator
-from common.data.packing import Pack
 from common.flags import Flags
-from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES
 from common.training.arguments import DryRunFlags
 from extras.plan.dry_run.dry_run import GIB, largest_pack
 from extras.plan.dry_run.memory_estimate import fake_run
+from extras.plan.step_model.model import MAX_LENGTH
 
 NAMES = {name.split("_")[2]: name for name in ESM2_SIZES}
 # layers, hidden size, heads; of 15B also as many layers as fit beside their optimiser
@@ -47,8 +44,6 @@ KINDS = {  # {kind: (in a table, flags beside --bf16)}
     "peer": ("EsmForMaskedLM, padded, sdpa", PADDED | {"backend": "hf"}),
     "peer-flash": ("EsmForMaskedLM, padded, flash_attention_2", PADDED | {"backend": "hf_flash"}),
 }
-MAX_LENGTH = 1024
-LOG_MEDIAN, LOG_SPREAD = 5.6, 0.75  # of the lengths
 
 
 def check_choices(flags: Flags, device: str, **known: Collection[str]) -> None:
@@ -114,21 +109,3 @@ def that_fits(size: str, tokens: int, gpus: int, memory: float) -> tuple[str, in
     if not best[1]:
         raise UserError(f"--sizes {size}: not one sequence fits {memory:.0f} GiB on {gpus} GPUs: leave it out")
     return best[0], min(best[1], tokens)
-
-
-# ---- a pack for counts -----------------------------------------------------------------------------------------
-
-
-def generated(tokens: int) -> Batch:
-    """A pack of `tokens` tokens, or two less, of random proteins whose lengths are distributed as UniRef50's."""
-    rng = np.random.default_rng(0)
-    lengths = []
-    while (left := tokens - sum(lengths)) > 0:
-        length = int(np.clip(np.exp(rng.normal(LOG_MEDIAN, LOG_SPREAD)), 30, MAX_LENGTH - 2)) + 2
-        lengths.append(left if left - length < 3 else length)
-    lengths = np.minimum(np.array(lengths), MAX_LENGTH)
-    ids = rng.integers(4, 24, lengths.sum()).astype(np.uint8)
-    ends = lengths.cumsum()
-    ids[ends - lengths], ids[ends - 1] = CLS, EOS
-    number = np.arange(len(lengths))
-    return MaskingCollator(ESM2_TOKENS, 0)(Pack(number, np.zeros_like(number), lengths, 0), ids)

@@ -2,10 +2,10 @@ r"""Estimate a training step on sets of homologs on several GPUs, without one: E
 
 python -m benchmarks.set_steps --output benchmarks/results/set_steps.md
 
-The roofline of benchmarks/step_model.py, whose efficiencies are those of ESM-2 650M on one H100: matmuls and attention
+The roofline of extras/plan/step_model, whose efficiencies are those of ESM-2 650M on one H100: matmuls and attention
 by the family's formulas, other kernels by the bytes a token of a compiled 650M layer. Global layers attend in halves
 that are merged in fp32 (extras/families/sets/attention.py), which moves bytes of its own. Communication as in
-benchmarks/step_communication.py. Nothing here was measured on a GPU.
+extras/plan/step_model/communication.py. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.measuring import publish, where_measured
-from benchmarks.step_communication import BF16, FP32, Network, Times, ddp
-from benchmarks.step_model import DEVICES
 from common.cli import run
 from common.flags import Flags, flag, parse_arguments
 from extras.families.e1.family import FAMILY
+from extras.plan.step_model.communication import BF16, FP32, Network, Times, ddp
+from extras.plan.step_model.model import DEVICES
 
 NAME = "Profluent-Bio/E1-600m"
 MOVED = 2.36e9 / 16384  # bytes a token of a layer, forward and backward: results/step_model.md, bf16 residual stream

@@ -2,76 +2,35 @@
 
     python -m benchmarks.step_model --output benchmarks/results/step_model.md
 
-Model code runs on fake tensors, on the code path of CUDA (bf16 autocast, attention as one operator): the
-encoder layer, scaled by the number of layers; embeddings, head and loss; clipping and AdamW. Counted are matmuls,
-attention, bytes that all other kernels move, kernels and waits for the device; of compiled layers, kernels fused by
-`benchmarks.step_fused`. Checked on measurements of `benchmarks.gpu_throughput`, and on published ones.
+The model is extras/plan/step_model, which --dry_run uses too. It is checked on measurements of
+`benchmarks.gpu_throughput`, and on published ones.
 """
 
 from __future__ import annotations
 
 import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
-from benchmarks.gpu_models import SIZES, generated
+from benchmarks.gpu_models import SIZES
 from benchmarks.measuring import publish, where_measured
-from benchmarks.step_communication import Network, Times, assumptions_table, communication_table
-from benchmarks.step_counts import Work, counted
-from benchmarks.step_fused import fused_work, go_back, graphs_of
 from benchmarks.step_graphs import graphs_table
 from common.cli import UserError, run
-from common.compat import FakeTensorMode
-from common.data.collators import Batch, to_device
 from common.flags import Flags, flag, parse_arguments
-from common.models.esm2.config import Esm2Config, esm2_config
-from common.models.esm2.family import FAMILY
-from common.models.esm2.layers_torch import TransformerLayer, prepare
+from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
-from common.models.layers.cpu import as_on_a_gpu
-from common.models.layers.linear import RoundedWeights, use_copy
-from common.models.layers.residual import begin, total
-from common.shape_buckets import filled_up
-from common.training.run_logger import PEAK_FLOPS
-from extras.plan.dry_run.memory_tracker import MemoryTracker
-from extras.speed.fused_gelu import fused_mlp
+from extras.plan.step_model import model
+from extras.plan.step_model.communication import Network, Times, cp_ddp, ddp, fsdp, hsdp
+from extras.plan.step_model.counts import Work
+from extras.plan.step_model.model import A100, BF16, COMPILED, DEVICES, EAGER, GELU, MODES, Shape, Step
 from extras.speed.muon import HeldParameter, Ranks, StepCost, assign, step_cost
 
-EAGER, COMPILED = "eager", "compiled"
-BF16 = "compiled, --bf16_residual"  # layers
-MODES = (EAGER, COMPILED, BF16)
-GELU = f"{BF16} --fused_gelu"
-
-
-@dataclass(frozen=True)
-class Device:
-    """bandwidth: of the memory, bytes a second; link: between GPUs of a node, bytes a second in one direction. By the
-    vendor's data sheets. Efficiencies: the share of each peak that kernels reach."""
-
-    name: str
-    bandwidth: float
-    link: float
-    # Reached on the H100 of results/gpu_profile.md at 650M and 16,384 tokens: the matmuls' 63.9 TFLOP in 90.7 ms; the
-    # 0.50 GB of GELU's backward kernel in 0.181 ms; attention in 29.1 ms. Taken for the other devices too.
-    of_matmuls: float = 0.71
-    of_bandwidth: float = 0.83
-    of_attention: float = 0.16
-
-    @property
-    def peak(self) -> float:
-        return PEAK_FLOPS[self.name]
-
-
-DEVICES = [Device("H100", 3.35e12, 450e9), Device("H200", 4.8e12, 450e9), Device("B200", 8.0e12, 900e9)]
-A100 = Device("A100", 2.04e12, 300e9)
 NETWORK = Network()
 FA4 = 1.7  # times as fast as FA2: assumed
-# Seconds a host takes to launch a kernel: so that the rows of 8M and 150M in results/gpu_throughput.md, which wait for
-# their host, are met in their geometric mean, and check nothing. That host was a virtual machine; others differ.
-LAUNCH = 53e-6
+STATE = 16  # bytes a parameter: weight, gradient, two moments
+GPUS = (8, 64, 128, 512)
 # Model, tokens, layers by, tokens a second: results/gpu_throughput.md. Published: see the text of the table.
 MEASURED = [
     ("8M", 16384, EAGER, 537983),
@@ -89,146 +48,16 @@ PUBLISHED = [
     (A100, "650M", 42700),
     (A100, "3B", 11000),
 ]
+STRATEGIES: dict[str, Callable[[Times, int, Network], float]] = {
+    "DDP": ddp,
+    "FSDP2, full": fsdp,
+    "FSDP2, hybrid in a node": hsdp,
+    "CP 8 x DDP": cp_ddp,
+}
 
 
-@dataclass(frozen=True)
-class Step:
-    """Work between one wait for the device and the next, in turn; `layer`: of one encoder layer, forward, backward."""
-
-    phases: list[Work]
-    layer: tuple[Work, Work]
-    parameters: int
-    tokens: int
-    flops: float  # as MFU counts them
-    pairs: int  # tokens that attend to each other
-    hidden: int
-
-    @property
-    def all(self) -> Work:
-        return sum(self.phases, Work())
-
-    def parts(self, device: Device) -> dict[str, float]:
-        """Seconds of matmuls, attention and all other kernels, and of a host that launches them."""
-        work = self.all
-        return {
-            "matmuls": work.matmul_flops / device.peak / device.of_matmuls,
-            "attention": 2 * self.pairs * self.hidden * work.attention / device.peak / device.of_attention,
-            "other kernels": work.moved / device.bandwidth / device.of_bandwidth,
-            "launching": work.kernels * LAUNCH,
-        }
-
-    def seconds(self, device: Device) -> float:
-        """Between two waits whichever takes longer: the kernels, or the host that launches them."""
-        phases = [replace(self, phases=[phase]).parts(device) for phase in self.phases]
-        return sum(max(sum(parts.values()) - parts["launching"], parts["launching"]) for parts in phases)
-
-    def mfu(self, device: Device) -> float:
-        return self.flops / self.seconds(device) / device.peak
-
-
-@cache
-def step_of(
-    size: str, tokens: int, mode: str, packs: int = 1, rounded_ahead: bool = True, added_up: bool = False
-) -> Step:
-    """packs: whose gradients are added up; rounded_ahead: weights to bf16 once a step, not in every pack; added_up:
-    each layer makes its last sum itself."""
-    config = esm2_config(*SIZES[size])
-    batch = generated(tokens)
-    layer = layer_work(size, tokens, mode, rounded_ahead, added_up)
-    layers = config.num_hidden_layers
-    forward, backward, optimiser, again, rounding, waits, parameters = ends_work(size, tokens)
-    passes = [forward + layer[0] * layers, backward + layer[1] * layers]
-    if not waits:  # the backward pass is launched while the forward pass runs
-        passes = [passes[0] + passes[1]]
-    more = again[0] + again[1] * layers
-    end = optimiser[0] + optimiser[1] * layers + rounding * (layers * rounded_ahead)
-    phases = passes + [*passes[:-1], passes[-1] + more] * (packs - 1) + [end]
-    if not waits:
-        phases = [sum(phases[:-1], Work()), end]
-    flops = FAMILY.flops(config, *(batch[key] for key in ("num_tokens", "sum_squared_lengths", "num_targets")))
-    count = parameters[0] + layers * parameters[1]
-    counts = packs * batch["num_tokens"], packs * flops, batch["sum_squared_lengths"], config.hidden_size
-    return Step(phases, layer, count, *counts)
-
-
-@cache
-def layer_work(
-    size: str, tokens: int, mode: str, rounded_ahead: bool = True, added_up: bool = False
-) -> tuple[Work, Work]:
-    """Of one encoder layer: forward pass, backward pass."""
-    config = esm2_config(*SIZES[size])
-    with FakeTensorMode(), as_on_a_gpu():
-        layer = TransformerLayer(config)
-        if mode == GELU:
-            layer.layernorm_mlp.fused = fused_mlp
-        x, rotary, bounds, longest = _call(
-            config, filled_up(tokens), torch.bfloat16 if mode in (BF16, GELU) else torch.float32
-        )
-        weights = dict(layer.named_parameters())
-        kept = RoundedWeights([layer] if rounded_ahead else [])
-        names = {id(weight): name for name, weight in weights.items()}
-        copies = {names[id(weight)]: copy for weight, copy in zip(kept.weights, kept.copies, strict=True)}
-
-        def function(weights, copies, x, cos, sin, bounds):
-            for name, copy in copies.items():  # where a graph is traced, other tensors stand for them
-                use_copy(weights[name], copy)
-            with torch.autocast("cpu", torch.bfloat16):
-                stream = torch.func.functional_call(layer, weights, (x, (cos, sin), bounds, longest))
-            return total(stream) if added_up else stream
-
-        with torch.autocast("cpu", torch.bfloat16):
-            args = weights, copies, x if added_up else begin(x), *rotary, bounds
-        if mode != EAGER:
-            forward, backward = (fused_work(graph) for graph in graphs_of(function, *args))
-            return forward, backward
-        with counted() as forward:
-            y = function(*args)
-        with counted() as backward:
-            go_back(y)
-    return forward, backward
-
-
-@cache
-def ends_work(
-    size: str, tokens: int
-) -> tuple[Work, Work, tuple[Work, Work], tuple[Work, Work], Work, bool, tuple[int, int]]:
-    """Of what is not a layer: forward, backward; AdamW and clipping of its weights and of a layer's; adding up the
-    gradients of both; rounding a layer's weights; whether the host waits in the forward pass; and how many weights it
-    has, and a layer."""
-    config = esm2_config(*SIZES[size])
-    batch = generated(tokens)
-    with MemoryTracker(), as_on_a_gpu():
-        model, layer = Esm2ForMaskedLM(replace(config, num_hidden_layers=0)), TransformerLayer(config)
-        with counted() as forward, torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, batch)
-        with counted() as backward:
-            loss.backward()
-        optimisers, additions = zip(*(optimiser_work(module) for module in (model, layer)), strict=True)
-        kept = RoundedWeights([layer])
-        with counted() as rounding:
-            kept.refresh()
-        sizes = tuple(sum(p.numel() for p in module.parameters()) for module in (model, layer))
-    return forward, backward, optimisers, additions, rounding, bool(forward.waits), sizes
-
-
-def loss_of(model: Esm2ForMaskedLM, batch: Batch) -> torch.Tensor:
-    return model(**to_device(batch, torch.device("cpu"))).loss_sum
-
-
-def optimiser_work(module: torch.nn.Module) -> tuple[Work, Work]:
-    """Clipping and AdamW of a module's weights; and adding a pack's gradients to those of the packs before."""
-    weights = list(module.parameters())
-    optimiser = torch.optim.AdamW(weights, fused=True)
-    for weight in weights:
-        weight.grad = torch.empty_like(weight)
-    optimiser.step()  # the first makes the moments
-    with counted() as work:
-        torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
-        optimiser.step()
-    with counted() as addition:
-        for weight in weights:
-            weight.grad.add_(torch.empty_like(weight))
-    return work, addition
+def step_of(size: str, tokens: int, mode: str, *args, **options) -> Step:
+    return model.step_of(Shape.of(esm2_config(*SIZES[size])), tokens, mode, *args, **options)
 
 
 def bytes_sent(parameters: int, ranks: int) -> dict[str, float]:
@@ -250,6 +79,12 @@ def muon_cost(size: str, replicas: int, shards: int) -> StepCost:
         held.append(HeldParameter(blocks, columns, spans))
     groups = assign(held, replicas, shards, 0)
     return step_cost(groups, Ranks(size=replicas), Ranks(size=shards), torch.bfloat16.itemsize)
+
+
+def held(strategy: str, parameters: int, ranks: int, net: Network) -> float:
+    """Bytes of weights, gradients and moments on a GPU."""
+    shards = {"FSDP2, full": ranks, "FSDP2, hybrid in a node": min(ranks, net.node)}.get(strategy, 1)
+    return STATE * parameters / shards
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------
@@ -288,12 +123,6 @@ def _waits(work: Work) -> str:
     return ", ".join(f"{name} x {times}" for name, times in work.waits.items()) or "none"
 
 
-def _call(config: Esm2Config, tokens: int, residual: torch.dtype = torch.float32) -> tuple:
-    bounds = torch.tensor([0, tokens], dtype=torch.int32)
-    rotary, longest = prepare(tokens, bounds, tokens, config.hidden_size // config.num_attention_heads)
-    return torch.zeros(tokens, config.hidden_size, dtype=residual, requires_grad=True), rotary, bounds, longest
-
-
 def times_table(args: Arguments) -> Iterator[str]:
     yield "| GPU | model | layers | matmuls, ms | attention | other kernels | launching | a step | tokens/s | MFU |\n"
     yield "|---|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
@@ -325,15 +154,7 @@ def packs_table(args: Arguments) -> Iterator[str]:
 
 def communicated(args: Arguments) -> dict[str, Times]:
     """{size: what its communication is modelled by}: compiled layers, a pack a step, on an H100."""
-    device, found = DEVICES[0], {}
-    for size in args.sizes.split(","):
-        step, layers = step_of(size, args.tokens, COMPILED), SIZES[size][0]
-        forward, backward = (replace(step, phases=[work]).seconds(device) for work in step.layer)
-        attention = tuple(replace(step, phases=[work]).parts(device)["attention"] for work in step.layer)
-        *_, (rest, layer) = ends_work(size, args.tokens)
-        shape = (layer, rest), args.tokens, step.hidden
-        found[size] = Times(step.seconds(device), layers, forward, backward, attention, *shape)
-    return found
+    return {size: step_of(size, args.tokens, COMPILED).times(DEVICES[0]) for size in args.sizes.split(",")}
 
 
 def muon_table(args: Arguments) -> Iterator[str]:
@@ -361,6 +182,41 @@ def checks_table() -> Iterator[str]:
         modelled = step.tokens / step.seconds(device)
         yield f"| {device.name} | {size} | {by} | {tokens:,} | {found:,} "
         yield f"| {modelled:,.0f} | {modelled / found - 1:+.0%} |\n"
+
+
+def assumptions_table(net: Network) -> Iterator[str]:
+    yield "| assumed of the network and its collectives | |\n|---|---|\n"
+    for what, value in (
+        ("a ring inside a node (NVLink), a GPU", f"{net.inside / 1e9:.0f} GB/s"),
+        (f"a node of {net.node} GPUs to others (EFA), all adapters", f"{net.between / 1e9:.0f} GB/s"),
+        ("a hop in a node, between nodes", f"{net.hop_inside * 1e6:.0f} us, {net.hop_between * 1e6:.0f} us"),
+        ("all-gather, reduce-scatter", "a ring of all ranks: (N - 1) / N of the bytes, N - 1 hops"),
+        ("all-reduce", "twice that, or a tree over the nodes if faster"),
+        ("DDP", "fp32 buckets of 25 MB, of 100 beyond 16 ranks, hidden by the backward pass but for the last"),
+        ("FSDP2", "bf16 gathers one layer ahead, fp32 reduce-scatters, one at a time"),
+        ("hybrid", "each GPU's part all-reduced over nodes meanwhile, at its share of the adapters"),
+        ("CP", "p2p in a node, hidden by the attention to one block; the pack has 8 x the tokens"),
+        ("state", f"{STATE} bytes a parameter, sharded or not; more than 80 GB does not fit"),
+        ("not in it", "stragglers, contention with the kernels, the sharded optimiser's gain"),
+    ):
+        yield f"| {what} | {value} |\n"
+
+
+def communication_table(sizes: dict[str, Times], net: Network) -> Iterator[str]:
+    """Of a step: its time without communication over that with them, and the milliseconds that are not hidden."""
+    yield f"| model, H100 | strategy | {' | '.join(f'{ranks} GPUs' for ranks in GPUS)} |\n"
+    yield "|---|---|" + "--:|" * len(GPUS) + "\n"
+    for size, times in sizes.items():
+        parameters = times.layers * times.parameters[0] + times.parameters[1]
+        for name, exposed in STRATEGIES.items():
+            found = []
+            for ranks in GPUS:
+                if (bytes_held := held(name, parameters, ranks, net)) > 80e9:
+                    found.append(f"{bytes_held / 1e9:.0f} GB")
+                    continue
+                more = exposed(times, ranks, net)
+                found.append(f"{times.seconds / (times.seconds + more):.1%} (+{1000 * more:.1f} ms)")
+            yield f"| {size} | {name} | {' | '.join(found)} |\n"
 
 
 def main() -> None:

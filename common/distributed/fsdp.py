@@ -56,7 +56,7 @@ def default_sharding(world: World, state: int, memory: int | None) -> str:
 
     state: bytes of all weights, gradients and moments, of which a GPU's share is to leave three quarters of its
     memory to activations; memory: bytes of this rank's GPU, if it has one. All ranks together. It rests on a model of
-    the network (benchmarks/step_communication.py): no GPU has measured it.
+    the network (extras/plan/step_model/communication.py): no GPU has measured it.
     """
     nodes = world.gather((world.local_size, memory))
     node, memory = nodes[0]

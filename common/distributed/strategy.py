@@ -236,7 +236,7 @@ class ReplicaFlags(StrategyFlags):
 def default_bucket_mb(ranks: int) -> int:
     """Megabytes of a bucket: an all-reduce of more ranks has more hops, which larger buckets take less often.
 
-    It rests on a model of the network (benchmarks/step_communication.py): no GPU has measured it.
+    It rests on a model of the network (extras/plan/step_model/communication.py): no GPU has measured it.
     """
     return min(100, max(25, 25 * ranks // 8))
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.step_counts import counted
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers import linear
@@ -20,6 +19,7 @@ from common.models.layers.recompute import save_activations
 from common.precision import Precision
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.model import DecoderForCausalLM
+from extras.plan.step_model.counts import counted
 
 T = 60
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.step_counts import counted
 from common.data.crops import Pack
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
@@ -22,6 +21,7 @@ from common.training.step import Stepper
 from common.training.task import BuiltModel
 from extras.interop.hf_backend import StockEsm
 from extras.plan.dry_run.memory_estimate import fake_run
+from extras.plan.step_model.counts import counted
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of
 

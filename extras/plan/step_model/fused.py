@@ -16,7 +16,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from benchmarks.step_counts import ATTENTION, MATMULS, Work, tensors
 from common.compat import (
     aot_function,
     fx_graph_cse,
@@ -25,6 +24,7 @@ from common.compat import (
     operator_schema,
     select_decomp_table,
 )
+from extras.plan.step_model.counts import ATTENTION, MATMULS, Work, tensors
 
 SUMS = ("sum", "mean", "var_mean", "amax")
 VIEWS = ("view", "permute", "unbind", "split", "split_with_sizes", "slice", "unsqueeze", "squeeze", "expand", "alias")

@@ -1,14 +1,14 @@
 """What communication between GPUs costs a step by a model: rings, latencies, and what the layers' work hides of them.
 
-Part of `python -m benchmarks.step_model`. Nothing here was measured: `assumptions_table` says what is assumed. Each
-collective takes its bytes over the slowest link and a latency for every hop, one runs at a time, and it hides behind
-the work that the strategy starts before waiting for it.
+Nothing here was measured: `assumptions_table` of benchmarks/step_model.py says what is assumed. Each collective takes
+its bytes over the slowest link and a latency for every hop, one runs at a time, and it hides behind the work that the
+strategy starts before waiting for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.distributed.strategy import default_bucket_mb
@@ -64,8 +64,6 @@ class Times:
 
 
 FP32, BF16 = 4, 2  # bytes of a gradient, of a gathered weight
-STATE = 16  # bytes a parameter: weight, gradient, two moments
-GPUS = (8, 64, 128, 512)
 
 
 def ddp(times: Times, ranks: int, net: Network, bucket: float | None = None) -> float:
@@ -117,52 +115,3 @@ def cp_ddp(times: Times, ranks: int, net: Network) -> float:
     forward = exposed(BF16 * block, cp - 1, times.attention[0])
     backward = exposed((BF16 + FP32) * block, cp, times.attention[1])
     return times.layers * (forward + backward) + ddp(times, ranks, net)
-
-
-STRATEGIES: dict[str, Callable[[Times, int, Network], float]] = {
-    "DDP": ddp,
-    "FSDP2, full": fsdp,
-    "FSDP2, hybrid in a node": hsdp,
-    "CP 8 x DDP": cp_ddp,
-}
-
-
-def held(strategy: str, parameters: int, ranks: int, net: Network) -> float:
-    """Bytes of weights, gradients and moments on a GPU."""
-    shards = {"FSDP2, full": ranks, "FSDP2, hybrid in a node": min(ranks, net.node)}.get(strategy, 1)
-    return STATE * parameters / shards
-
-
-def assumptions_table(net: Network) -> Iterator[str]:
-    yield "| assumed of the network and its collectives | |\n|---|---|\n"
-    for what, value in (
-        ("a ring inside a node (NVLink), a GPU", f"{net.inside / 1e9:.0f} GB/s"),
-        (f"a node of {net.node} GPUs to others (EFA), all adapters", f"{net.between / 1e9:.0f} GB/s"),
-        ("a hop in a node, between nodes", f"{net.hop_inside * 1e6:.0f} us, {net.hop_between * 1e6:.0f} us"),
-        ("all-gather, reduce-scatter", "a ring of all ranks: (N - 1) / N of the bytes, N - 1 hops"),
-        ("all-reduce", "twice that, or a tree over the nodes if faster"),
-        ("DDP", "fp32 buckets of 25 MB, of 100 beyond 16 ranks, hidden by the backward pass but for the last"),
-        ("FSDP2", "bf16 gathers one layer ahead, fp32 reduce-scatters, one at a time"),
-        ("hybrid", "each GPU's part all-reduced over nodes meanwhile, at its share of the adapters"),
-        ("CP", "p2p in a node, hidden by the attention to one block; the pack has 8 x the tokens"),
-        ("state", f"{STATE} bytes a parameter, sharded or not; more than 80 GB does not fit"),
-        ("not in it", "stragglers, contention with the kernels, the sharded optimiser's gain"),
-    ):
-        yield f"| {what} | {value} |\n"
-
-
-def communication_table(sizes: dict[str, Times], net: Network) -> Iterator[str]:
-    """Of a step: its time without communication over that with them, and the milliseconds that are not hidden."""
-    yield f"| model, H100 | strategy | {' | '.join(f'{ranks} GPUs' for ranks in GPUS)} |\n"
-    yield "|---|---|" + "--:|" * len(GPUS) + "\n"
-    for size, times in sizes.items():
-        parameters = times.layers * times.parameters[0] + times.parameters[1]
-        for name, exposed in STRATEGIES.items():
-            found = []
-            for ranks in GPUS:
-                if (bytes_held := held(name, parameters, ranks, net)) > 80e9:
-                    found.append(f"{bytes_held / 1e9:.0f} GB")
-                    continue
-                more = exposed(times, ranks, net)
-                found.append(f"{times.seconds / (times.seconds + more):.1%} (+{1000 * more:.1f} ms)")
-            yield f"| {size} | {name} | {' | '.join(found)} |\n"

@@ -1,4 +1,4 @@
-"""benchmarks/step_model.py counts what can be counted by hand."""
+"""The step model counts what can be counted by hand."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu_models import SIZES
-from benchmarks.step_communication import Network, Times, cp_ddp, ddp, fsdp, hsdp
-from benchmarks.step_counts import counted
-from benchmarks.step_fused import fused_work, graphs_of
-from benchmarks.step_model import BF16, COMPILED, DEVICES, EAGER, GELU, layer_work, step_of
 from common.compat import foreach_copy_
-from common.models.esm2.config import esm2_config
+from common.models.esm2.config import load_config
+from extras.plan.step_model.communication import Network, Times, cp_ddp, ddp, fsdp, hsdp
+from extras.plan.step_model.counts import counted
+from extras.plan.step_model.fused import fused_work, graphs_of
+from extras.plan.step_model.model import BF16, COMPILED, DEVICES, EAGER, GELU, Shape, layer_work, step_of
 
 TOKENS = 1024
+SMALL = Shape.of(load_config("facebook/esm2_t6_8M_UR50D"))
 
 
 def test_counted_has_bytes_kernels_and_waits():
@@ -64,17 +64,16 @@ def test_fused_work_of_a_layer_norm_reads_rows_once(tokens, width, mixed):
 
 
 def test_layer_work_has_the_flops_of_the_formula():
-    config = esm2_config(*SIZES["8M"])
-    eager, compiled = (sum(layer_work("8M", TOKENS, mode), start=counted_nothing()) for mode in (EAGER, COMPILED))
-    assert eager.matmul_flops == compiled.matmul_flops == 3 * 2 * 12 * config.hidden_size**2 * TOKENS
+    eager, compiled = (sum(layer_work(SMALL, TOKENS, mode), start=counted_nothing()) for mode in (EAGER, COMPILED))
+    assert eager.matmul_flops == compiled.matmul_flops == 3 * 2 * 12 * SMALL.hidden**2 * TOKENS
     assert eager.attention == compiled.attention == 7  # two forward; five backward, scores once more among them
     assert compiled.kernels < eager.kernels
     assert compiled.moved < 0.6 * eager.moved
 
 
 def test_layer_work_without_the_kernels_of_gelu():
-    (forward, backward), fused = layer_work("8M", TOKENS, BF16), layer_work("8M", TOKENS, GELU)
-    one = 2 * TOKENS * 4 * esm2_config(*SIZES["8M"]).hidden_size  # bytes of what GELU is applied to
+    (forward, backward), fused = layer_work(SMALL, TOKENS, BF16), layer_work(SMALL, TOKENS, GELU)
+    one = 2 * TOKENS * 4 * SMALL.hidden  # bytes of what GELU is applied to
     assert forward.moved - fused[0].moved == 2 * one  # fc1's sums, and their GELU
     assert backward.moved - fused[1].moved == 3 * one  # the sums, and both gradients
     assert [work.matmuls for work in fused] == [forward.matmuls, backward.matmuls]
@@ -87,8 +86,8 @@ def counted_nothing():
 
 
 def test_step_of_adds_layers_and_ends():
-    step = step_of("8M", TOKENS, EAGER)
-    layers = esm2_config(*SIZES["8M"]).num_hidden_layers
+    step = step_of(SMALL, TOKENS, EAGER)
+    layers = SMALL.layers
     of_layers = layers * sum(work.matmul_flops for work in step.layer)
     head = step.all.matmul_flops - of_layers
     assert 0 < head < 0.05 * of_layers

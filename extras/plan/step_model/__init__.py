@@ -1,0 +1,1 @@
+"""A model of a training step's time on GPUs: counted work, a roofline, communication."""
