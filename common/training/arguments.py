@@ -31,12 +31,13 @@ class DryRunFlags(Flags):
 
     group = "dry run"
     advanced = ("world_size", "device_memory")
+    unlisted = ("gpu", "price_per_gpu_hour")
     file_only = ("device_reserve",)
 
     dry_run: bool = flag(
         False,
-        "To see what a run needs: train nothing, print the memory of each of --world_size ranks, without GPUs or "
-        "data.",
+        "To see what a run needs: train nothing, print the memory of each of --world_size ranks, and days of "
+        "ESM-2, without GPUs or data.",
     )
     world_size: int | None = flag(None, "With --dry_run, to plan for several GPUs: ranks. Default: 1.")
     device_memory: float | None = flag(
@@ -46,6 +47,9 @@ class DryRunFlags(Flags):
         5.0, "GiB of --device_memory that are left to the CUDA context, NCCL and the allocator's gaps."
     )
 
+    gpu: str | None = flag(None, "With --dry_run: the GPUs of the estimated time. Default: H100.")
+    price_per_gpu_hour: float | None = flag(None, "With --dry_run: of one GPU, in any currency, for the run's price.")
+
     @property
     def device_bytes(self) -> int | None:
         return int(self.device_memory * (1 << 30)) if self.device_memory else None
@@ -53,11 +57,13 @@ class DryRunFlags(Flags):
     def missing(self) -> Iterator[Missing]:
         if not self.dry_run and (self.world_size or self.device_memory):
             yield Missing("--dry_run", "--world_size and --device_memory go with it: torchrun starts real ranks")
+        if not self.dry_run and (self.gpu or self.price_per_gpu_hour is not None):
+            yield Missing("--dry_run", "--gpu and --price_per_gpu_hour go with it")
 
     def check(self) -> None:
         self.require_at_least(1, "world_size")
         self.require_above(0, "device_memory")
-        self.require_at_least(0, "device_reserve")
+        self.require_at_least(0, "device_reserve", "price_per_gpu_hour")
 
 
 @dataclass(frozen=True)

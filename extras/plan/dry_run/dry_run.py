@@ -2,9 +2,9 @@
 
     python train_fsdp2.py --dry_run --world_size 32 --device_memory 80 --config_name facebook/esm2_t48_15B_UR50D --bf16
 
-Prints the peak memory of a rank in a step, by purpose; the peak for each mode of activation checkpointing; and with
---device_memory whether that fits, and the largest pack that does. Estimates a GPU, or with --use_cpu a CPU. Exit
-status 0, or 2 with one line if it does not fit.
+Prints the peak memory of a rank in a step, by purpose; the peak for each mode of activation checkpointing; with
+--device_memory whether that fits, and the largest pack that does; and what extras.plan.dry_run.time_estimate says of
+days and price. Estimates a GPU, or with --use_cpu a CPU. Exit status 0, or 2 with one line if it does not fit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from common.training.arguments import RunArguments
 from common.training.task import Build
 from extras.plan.dry_run.memory_estimate import NODE, FakeRun, MemoryEstimate, fake_run
 from extras.plan.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
+from extras.plan.dry_run.time_estimate import step_plan, time_lines
 
 GIB = 1 << 30
 LABELS = {
@@ -42,12 +43,14 @@ def dry_run(args: RunArguments, build: Build) -> None:
         parameters = count_parameters(run.built.model)
         largest = None if limit is None else largest_pack(run.step, held, limit, step)
         remarks = [*run.built.remarks, *_muon(run)]
+        plan = step_plan(args, run)
     modes = [*_modes(args, build, held), *hybrid(args, build)]
     lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *modes]
     sys.stdout.write("\n".join(lines) + "\n")
     if limit is not None:
         sys.stdout.write("\n")
         _check_fit(args, held, largest, limit)
+    sys.stdout.write("\n".join(["", *time_lines(args.dry_run, args.data.max_steps, plan)]) + "\n")
 
 
 def largest_pack(

@@ -75,31 +75,32 @@ def ddp(times: Times, ranks: int, net: Network, bucket: float | None = None) -> 
     return max(each, buckets * each - times.layers * times.backward * (buckets - 1) / buckets)
 
 
-def fsdp(times: Times, ranks: int, net: Network) -> float:
+def fsdp(times: Times, ranks: int, net: Network, last: bool = True) -> float:
     """`full`: a layer's weights are gathered while the layer before computes, forward and backward; its gradients are
-    reduce-scattered by the same communicator. The first gather and the last reduce-scatter hide behind nothing."""
-    return _sharded(times, ranks, net, lambda size: 0.0)
+    reduce-scattered by the same communicator. The first gather and the last reduce-scatter hide behind nothing. last:
+    the last pack of a step; gradients of the others stay where they are."""
+    return _sharded(times, ranks, net, lambda size: 0.0, last)
 
 
-def hsdp(times: Times, ranks: int, net: Network) -> float:
+def hsdp(times: Times, ranks: int, net: Network, last: bool = True) -> float:
     """`hybrid` within nodes: as `full` there; each GPU's part of a layer's gradients is then all-reduced over the
     replicas by another communicator, during the next layer."""
     shards, replicas = min(ranks, net.node), max(1, ranks // net.node)
-    return _sharded(times, shards, net, lambda size: net.all_reduce_of_replicas(size / shards, replicas))
+    return _sharded(times, shards, net, lambda size: net.all_reduce_of_replicas(size / shards, replicas), last)
 
 
-def _sharded(times: Times, shards: int, net: Network, again: Callable[[float], float]) -> float:
+def _sharded(times: Times, shards: int, net: Network, again: Callable[[float], float], last: bool) -> float:
     """again: seconds of the all-reduce of a gradient of so many bytes over the replicas."""
     layer, rest = times.parameters
-    gather, scatter = net.gather(BF16 * layer, shards), net.gather(FP32 * layer, shards)
-    reduce = again(FP32 * layer)
+    gather, scatter = net.gather(BF16 * layer, shards), last * net.gather(FP32 * layer, shards)
+    reduce = last * again(FP32 * layer)
     f, b, between = times.forward, times.backward, times.layers - 2
 
     forward = gather + (between + 1) * max(0.0, gather - f)
     # While a layer computes, its successor's gradients are reduced and its predecessor's weights gathered.
     backward = gather + max(0.0, gather - b) + between * max(0.0, max(gather + scatter, reduce) - b)
     backward += max(0.0, scatter - b) + scatter + reduce
-    root = net.gather(BF16 * rest, shards) + net.gather(FP32 * rest, shards) + again(FP32 * rest)
+    root = net.gather(BF16 * rest, shards) + last * (net.gather(FP32 * rest, shards) + again(FP32 * rest))
     return forward + backward + root
 
 

@@ -42,12 +42,14 @@ GELU = f"{BF16} --fused_gelu"
 
 @dataclass(frozen=True)
 class Device:
-    """bandwidth: of the memory, bytes a second; link: between GPUs of a node, bytes a second in one direction. By the
-    vendor's data sheets. Efficiencies: the share of each peak that kernels reach."""
+    """bandwidth: of the memory, bytes a second; link: between GPUs of a node, bytes a second in one direction; watts:
+    the limit of its power. By the vendor's data sheets (SXM). Efficiencies: the share of each peak that kernels
+    reach."""
 
     name: str
     bandwidth: float
     link: float
+    watts: int
     # Reached on the H100 of results/gpu_profile.md at 650M and 16,384 tokens: the matmuls' 63.9 TFLOP in 90.7 ms; the
     # 0.50 GB of GELU's backward kernel in 0.181 ms; attention in 29.1 ms. Taken for the other devices too.
     of_matmuls: float = 0.71
@@ -59,8 +61,12 @@ class Device:
         return PEAK_FLOPS[self.name]
 
 
-DEVICES = [Device("H100", 3.35e12, 450e9), Device("H200", 4.8e12, 450e9), Device("B200", 8.0e12, 900e9)]
-A100 = Device("A100", 2.04e12, 300e9)
+DEVICES = [
+    Device("H100", 3.35e12, 450e9, 700),
+    Device("H200", 4.8e12, 450e9, 700),
+    Device("B200", 8.0e12, 900e9, 1000),
+]
+A100 = Device("A100", 2.04e12, 300e9, 400)
 # Seconds a host takes to launch a kernel: so that the rows of 8M and 150M in results/gpu_throughput.md, which wait for
 # their host, are met in their geometric mean, and check nothing. That host was a virtual machine; others differ.
 LAUNCH = 53e-6
