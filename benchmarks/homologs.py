@@ -32,6 +32,7 @@ from common.data.flags import DataFlags
 from common.data.token_store import TokenStore, open_split
 from common.data.training_data import held_out_masks
 from common.distributed.world import World
+from common.figures import ONE_COLUMN, figure_style, save_figure, series_style
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.protein_losses import ProteinLosses, mean_and_error
@@ -158,18 +159,19 @@ def cell(row: Row) -> str:
 
 
 def picture(path: Path, numbers: list[int], columns: dict[str, dict[int, float]]) -> None:
-    import matplotlib
+    """path: without a suffix."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for name, values in columns.items():
-        axes.plot(range(len(numbers)), [values[number] for number in numbers], marker="o", label=name)
-    axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
-    axes.set(xlabel="homologs shown", ylabel="loss of hidden residues (nats)")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    with figure_style():
+        figure = Figure(figsize=(ONE_COLUMN, 0.9 * ONE_COLUMN), layout="constrained")
+        axes = figure.subplots()
+        for row, (name, values) in enumerate(columns.items()):
+            style = {"linestyle": "-"} | series_style(row, marker=True)
+            axes.plot(range(len(numbers)), [values[number] for number in numbers], label=name, **style)
+        axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
+        axes.set(xlabel="homologs shown", ylabel="loss of hidden residues (nats)")
+        figure.legend(loc="outside lower center")
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -203,7 +205,7 @@ def main() -> None:
     publish("\n".join(lines), args.output)
     if args.output:
         means = {name: {n: row[0] for n, row in rows.items()} for name, rows in columns.items()}
-        picture(Path(args.output).with_suffix(".png"), numbers, means)
+        picture(Path(args.output).with_suffix(""), numbers, means)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.measuring import mean_and_error
+from common.figures import TWO_COLUMNS, figure_style, save_figure, series_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Curve = Sequence[tuple[float, float]]  # (tokens, held-out loss in nats) of each evaluation
 BASE = "adamw"
@@ -127,29 +132,32 @@ def verdict(recipes: Mapping[str, Tuned], goal: float, seeds: int) -> str:
 
 
 def draw(panels: Mapping[str, Mapping[str, Tuned]], path: Path) -> None:
-    """For each size the mean over the seeds, shaded from the lowest to the highest."""
-    import matplotlib
+    """For each size the mean over the seeds, shaded from the lowest to the highest. path: without a suffix."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    with figure_style():
+        figure = Figure(figsize=(TWO_COLUMNS, 0.6 * TWO_COLUMNS), layout="constrained")
+        _draw(figure, panels)
+    save_figure(figure, path)
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(8 * len(panels), 5), layout="constrained", squeeze=False)
+
+def _draw(figure: Figure, panels: Mapping[str, Mapping[str, Tuned]]) -> None:
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, (size, recipes) in zip(axes[0], panels.items(), strict=True):
         shortest = []
         for number, (name, recipe) in enumerate(recipes.items()):
             curves = list(recipe.curves.values())
             tokens = [statistics.mean(point[0] for point in points) for points in zip(*curves, strict=True)]
             losses = [[point[1] for point in points] for points in zip(*curves, strict=True)]
-            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
-            axis.plot(tokens, [statistics.mean(v) for v in losses], label=name, linewidth=1.4, **style)
-            axis.fill_between(tokens, [min(v) for v in losses], [max(v) for v in losses], alpha=0.12, **style)
+            style = series_style(number)
+            axis.plot(tokens, [statistics.mean(v) for v in losses], label=name, **style)
+            low, high = [min(v) for v in losses], [max(v) for v in losses]
+            axis.fill_between(tokens, low, high, alpha=0.12, color=style["color"], linewidth=0)
             shortest.append(statistics.mean(losses[len(losses) // 4]))
         if base := recipes.get(BASE):
             axis.axhline(base.loss, color="black", linewidth=0.8, linestyle=":")
         if shortest:  # leave out the first quarter, which is steep
             axis.set_ylim(top=max(shortest))
         axis.set(title=size, xlabel="tokens", ylabel="held-out loss, nats per hidden residue")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        axis.grid(visible=True)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), borderaxespad=0, ncols=2, handlelength=3)

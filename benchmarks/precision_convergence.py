@@ -22,13 +22,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.measuring import ROOT, PreparedFlags, completed, mean_and_error, say, torchrun, where_measured, words
 from common.cli import UserError, run
+from common.figures import TWO_COLUMNS, figure_style, save_figure, series_style
 from common.files.safe_files import read_json_lines
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.layers.config_base import override
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BASE = "BF16"
 # Flags of each; of a model with n layers, {half} is 1 to n/2: NVFP4's authors keep the last layers in BF16.
@@ -171,30 +176,36 @@ def table(args: Arguments, found: dict) -> list[str]:
 
 
 def draw(found: dict, path: Path) -> None:
-    """Mean over the seeds, shaded from the smallest to the largest; beside it the difference from BF16."""
-    import matplotlib
+    """Mean over the seeds, shaded from the smallest to the largest; beside it the difference from BF16.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    path: without a suffix.
+    """
+    from matplotlib.figure import Figure
 
-    figure, (losses, differences) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    with figure_style():
+        figure = Figure(figsize=(TWO_COLUMNS, 0.45 * TWO_COLUMNS), layout="constrained")
+        _draw(figure, found)
+    save_figure(figure, path)
+
+
+def _draw(figure: Figure, found: dict) -> None:
+    losses, differences = figure.subplots(1, 2)
     base = found.get(BASE, {})
     for number, (name, runs) in enumerate(found.items()):
         off = {s: {k: v - base[s][k] for k, v in c.items() if k in base[s]} for s, c in runs.items() if s in base}
+        style = series_style(number)
         for axis, of in ((losses, runs), (differences, off)):
             steps = sorted(set.intersection(*(set(curve) for curve in of.values()))) if of else []
             values = [[curve[step] for curve in of.values()] for step in steps]
-            axis.plot(steps, [statistics.mean(v) for v in values], color=f"C{number}", label=name, linewidth=1.4)
+            axis.plot(steps, [statistics.mean(v) for v in values], label=name, **style)
             low, high = [min(v) for v in values], [max(v) for v in values]
-            axis.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+            axis.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
     losses.set(title="Held-out loss", ylabel="nats per hidden residue")
     differences.set(title="Difference from BF16 of the same seed", ylabel="nats")
     for axis in (losses, differences):
         axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        axis.grid(visible=True)
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=4, handlelength=3)
 
 
 def main() -> None:
@@ -218,7 +229,7 @@ def main() -> None:
         *table(args, found),
     ]
     path.write_text("\n".join(text) + "\n", encoding="utf-8")
-    draw(found, path.with_suffix(".png"))
+    draw(found, path.with_suffix(""))
     print("\n".join(text))
     print(f"\nplot    {path.with_suffix('.png')}" + (f"\n{left} runs are still to do" if left else ""))
 

@@ -297,7 +297,7 @@ def report(args: Arguments) -> None:
     head = ["# Tokens to a held-out loss", "", where, "", EXPLANATION, "", held_out, ""]
     publish("\n".join([*head, *picture, *sections]), str(path))
     if panels:
-        draw(panels, path.with_suffix(".png"))
+        draw(panels, path.with_suffix(""))
 
 
 def main() -> None:

@@ -125,4 +125,4 @@ def mark(axes: Any, top: Top, length: int) -> None:
     ):
         if part or chosen.any():
             label = f"{name}{part} ({int(chosen.sum()):,})"
-            axes.scatter(top.j[chosen] + 1, top.i[chosen] + 1, size, linewidths=0.5, label=label, **paint)
+            axes.scatter(top.j[chosen] + 1, top.i[chosen] + 1, size, linewidths=0.7, label=label, **paint)

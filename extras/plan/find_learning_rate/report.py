@@ -6,11 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.files.safe_files import replace_flushed
+from common.figures import COLOURS, LINES, SEQUENTIAL, TWO_COLUMNS, figure_style, save_figure
 from common.training.curves import moving_average
 from common.training.protein_losses import ProteinLosses, mean_and_error
 from extras.plan.find_learning_rate.trials import Trial, best_of, flat_within, last_part, recommended
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LEARNED = 0.05  # nats below the unigram predictor: a trial has learned more than residue frequencies
 
@@ -129,20 +133,29 @@ def _not_told_apart(found: Found, best: Trial) -> list[str]:
 
 
 def draw(found: Found, path: Path) -> None:
-    """The trials' training losses over the steps, and the loss over the learning rate."""
+    """The trials' training losses over the steps, and the loss over the learning rate. path: without a suffix."""
+    with figure_style():
+        figure = figure_of(found)
+    save_figure(figure, path)
+
+
+def figure_of(found: Found) -> Figure:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure(figsize=(13, 4.6))
+    figure = Figure(figsize=(TWO_COLUMNS, 0.42 * TWO_COLUMNS), layout="constrained")
     curves, rates = figure.subplots(1, 2)
-    figure.subplots_adjust(left=0.06, right=0.84, top=0.92, bottom=0.12, wspace=0.55)
-    colours = colormaps["viridis"]
+    colours = colormaps[SEQUENTIAL]
     for number, trial in enumerate(found.in_order):
         label = f"{trial.learning_rate:g}{' (diverged)' * trial.diverged}"
-        colour = colours(number / max(1, len(found.trials) - 1))
+        # From dark to light up to 0.9: the map's end is faint on white. Neighbours have other lines.
+        style = {
+            "color": colours(0.9 * number / max(1, len(found.trials) - 1)),
+            "linestyle": LINES[number % len(LINES)],
+        }
         steps = range(1, len(trial.losses) + 1)
-        curves.plot(steps, moving_average(trial.losses), linewidth=1.2, label=label, color=colour)
+        curves.plot(steps, moving_average(trial.losses), label=label, **style)
     curves.set_title("Training loss by learning rate, smoothed", y=1.0)
     curves.set_xlabel("step")
     curves.set_ylabel("nats")
@@ -151,18 +164,18 @@ def draw(found: Found, path: Path) -> None:
     held_out = [trial for trial in trained if trial.eval_loss is not None]
     if trained:
         xs, ys = zip(*((trial.learning_rate, trial.train_loss) for trial in trained), strict=True)
-        rates.plot(xs, ys, "o-", markersize=4, color="0.6", label="training, last part")
+        rates.plot(xs, ys, "s-", color="0.6", label="training, last part")
     if held_out:
         errors = (
             [(found.above(t.learning_rate, best.learning_rate) or (0.0, 0.0))[1] for t in held_out] if best else []
         )
         xs, ys = zip(*((trial.learning_rate, trial.eval_loss) for trial in held_out), strict=True)
         label = "held-out, ± of the difference\nfrom the best"
-        rates.errorbar(xs, ys, errors, fmt="o-", markersize=4, capsize=3, color="tab:red", label=label)
+        rates.errorbar(xs, ys, errors, fmt="o-", capsize=2, color=COLOURS[3], label=label)
     if best and chosen:
         top = best.loss + flat_within(found.trials, found.start)
         rates.axhspan(best.loss, top, color="0.9", label="as good as the best")
-        rates.axvline(chosen.learning_rate, color="tab:green", linestyle="--", label="recommended")
+        rates.axvline(chosen.learning_rate, color=COLOURS[2], linestyle="--", label="recommended")
         losses = [trial.loss for trial in trained]
         if found.start is not None and found.start - max(losses) < max(losses) - min(losses):  # else far above
             rates.axhline(found.start, color="black", linestyle=":", linewidth=1, label="starting weights")
@@ -171,12 +184,10 @@ def draw(found: Found, path: Path) -> None:
     rates.xaxis.set_major_formatter(lambda rate, _: f"{rate:.0e}".replace("e-0", "e-"))
     rates.xaxis.set_minor_locator(LogLocator(subs=range(2, 10)))
     rates.xaxis.set_minor_formatter(NullFormatter())
-    rates.tick_params(axis="x", labelsize=8)
     rates.set_title("Loss of the trials", y=1.0)
     rates.set_xlabel("learning rate")
     for axis in (curves, rates):
-        axis.grid(alpha=0.3)
+        axis.grid(visible=True)
         if axis.lines:  # no trial has a loss if all diverged
-            axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5), borderaxespad=0)
-    with replace_flushed(path) as file:
-        figure.savefig(file, dpi=120, format="png")
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), borderaxespad=0, ncols=3, handlelength=3)
+    return figure

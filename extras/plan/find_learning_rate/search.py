@@ -215,7 +215,7 @@ def find_learning_rate(
             if directory:
                 with replace_flushed(path / TABLE) as file:
                     file.write_text("\n".join(lines) + "\n")
-                draw(found, path / PICTURE)
+                draw(found, (path / PICTURE).with_suffix(""))
         for text in lines:
             logger.info("%s", text)
         logger.info("Table and picture: %s, %s", path / TABLE, path / PICTURE)

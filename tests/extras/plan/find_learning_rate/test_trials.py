@@ -137,12 +137,12 @@ def test_report_compares_in_pairs_over_proteins(tmp_path):
     single = {rate: ProteinLosses(each.loss_sum[:1], each.masked[:1]) for rate, each in proteins.items()}
     unknown = Found(trials, start=2.5, proteins=single)  # an error over one protein
     assert not any("nan" in line or "No rate" in line for line in [*table(unknown), *advice(unknown, None, False)])
-    draw(found, tmp_path / "found.png")
+    draw(found, tmp_path / "found")
     assert imread(tmp_path / "found.png").std() > 0.05
 
 
 def test_picture_of_few_trials_is_whole(tmp_path, recwarn):
-    draw(Found([Trial(1e-3, [3.0, 2.9, 2.8], 2.7, False, 100)]), tmp_path / "one.png")
+    draw(Found([Trial(1e-3, [3.0, 2.9, 2.8], 2.7, False, 100)]), tmp_path / "one")
     assert (imread(tmp_path / "one.png")[:, :2] == 1).all(), "the label of the axis is within the picture"
-    draw(Found([trial(1.0, math.inf)]), tmp_path / "none.png")
+    draw(Found([trial(1.0, math.inf)]), tmp_path / "none")
     assert not recwarn.list, "of a legend without lines"
