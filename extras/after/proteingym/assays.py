@@ -111,7 +111,7 @@ def _assay(row: dict[str, str], needed: Sequence[str], data: Path, where: str) -
 
 
 def read_table(assay: Assay, reference: str) -> Table:
-    """UserError for a mutation that does not fit the wild type, a measured value that is no number, and fewer than two
+    """UserError for a mutation that does not fit the wild type, measured values that are not finite, and fewer than two
     different ones."""
     where = f"--data {assay.path}"
     names, rows = read_rows(assay.path, where)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from common.cli import UserError
+from common.cli import UserError, log_every
 from common.distributed.world import World
 from common.files.content_hash import combined_hash, content_hash
 from common.files.safe_files import file_name, read_json, write_json
@@ -127,18 +127,22 @@ def load(args: GymFlags, made_from: dict[str, Any]) -> Encoder | Causal:
     return loaded
 
 
+def read_assay(assay: Assay, args: GymFlags) -> tuple[Table, Scores]:
+    """An assay, and the columns that it gets. UserError as `read_table`, and for a column that is there already."""
+    table = read_table(assay, str(args.reference))
+    scores = Scores.of(is_decoder(str(args.model_name_or_path)), table.variants, args.wild_type_marginal_only)
+    if twice := [name for name in scores.names if name in table.names]:
+        raise UserError(f"--data {assay.path}: it has a column {twice[0]!r} already: rename it")
+    return table, scores
+
+
 def score_assay(model: Encoder | Causal, assay: Assay, path: Path, args: GymFlags, hidden: bool) -> None:
     """Write an assay's table with scores, and its record. hidden: no bar."""
-    table = read_table(assay, str(args.reference))
-    sequences = [assay.protein, *(variant.sequence for variant in table.variants)]
-    if isinstance(model, Causal) and (longest := max(map(len, sequences))) > model.longest:
-        why = f"{longest:,} residues, and the model reads {model.longest:,}"
+    table, scores = read_assay(assay, args)
+    if why := too_long(model, assay, table):
         path.parent.mkdir(exist_ok=True)
         write_json(written(path)[1], {SKIPPED: why})
         return
-    scores = Scores.of(isinstance(model, Causal), table.variants, args.wild_type_marginal_only)
-    if twice := [name for name in scores.names if name in table.names]:
-        raise UserError(f"--data {assay.path}: it has a column {twice[0]!r} already: rename it")
     values = each_column(scores, [None], of_variants(model, table.variants, scores), hidden)
     rows = [row | {name: f"{values[name][n]:.6f}" for name in values} for n, row in enumerate(table.rows)]
     about = {"assay": assay.name, "metrics": metrics_of_scores(values, table, assay.is_clinical)}
@@ -148,6 +152,14 @@ def score_assay(model: Encoder | Causal, assay: Assay, path: Path, args: GymFlag
     metric = "auc" if assay.is_clinical else METRICS[0]
     found = ", ".join(f"{name} {shown(each[metric])}" for name, each in about["metrics"].items())
     logger.info("%s, %s variants: %s of %s", assay.name, f"{len(rows):,}", metric, found)
+
+
+def too_long(model: Encoder | Causal, assay: Assay, table: Table) -> str | None:
+    """Why a decoder cannot read an assay, None if it can; an encoder reads windows."""
+    if isinstance(model, Encoder):
+        return None
+    longest = max(len(sequence) for sequence in (assay.protein, *(each.sequence for each in table.variants)))
+    return f"{longest:,} residues, and the model reads {model.longest:,}" if longest > model.longest else None
 
 
 def metrics_of_scores(
@@ -204,7 +216,8 @@ def begin(args: GymFlags, output: Output, reference: Reference, files: Files) ->
     if len(pending) < len(reference.assays):
         there = len(reference.assays)
         logger.info("%d of %d assays have scores already", there - len(pending), there)
-    work = {assay.name: len(assay.protein) * len(read_table(assay, str(args.reference)).rows) for assay in pending}
+    with log_every(f"Checking {len(pending)} assays"):
+        work = {assay.name: len(assay.protein) * len(read_assay(assay, args)[0].rows) for assay in pending}
     say_windows(args, [assay.protein for assay in pending])
     return sorted(work, key=lambda name: -work[name])
 

@@ -183,8 +183,12 @@ def over_what(about: dict[str, Any], is_clinical: bool) -> str:
     left = [f"{len(about[name])} {word}" for name, word in (("missing",) * 2, (SKIPPED, "left out")) if about[name]]
     more = f" ({', '.join(left)})" if left else ""
     assays = f"{about['assays']} assays, {about['variants']:,} variants{more}"
+    of_all = [each for of_score in about["averages"].values() for each in of_score.values()]
+    over = "proteins" if is_clinical else "UniProt ids"
+    error = f"± bootstrap standard error over {over}"
+    if all(each["standard_error"] is None for each in of_all):
+        error = f"no standard error: {'one protein' if is_clinical else 'no type has two UniProt ids'}"
     if is_clinical:
-        return f"Means over {assays}; ± bootstrap standard error over proteins"
+        return f"Means over {assays}; {error}"
     groups = f"{about['uniprot_ids']} UniProt ids, {about['function_types']} function types"
-    how = "means by UniProt id and type, then by type, then over types"
-    return f"{assays}, {groups}: {how}; ± bootstrap standard error over UniProt ids"
+    return f"{assays}, {groups}: means by UniProt id and type, then by type, then over types; {error}"

@@ -46,6 +46,10 @@ TABLES = [
     ("mutant,DMS_score\nWILD,1\nM1A,2\n", r"S3.csv, row 3: M1A: residue 1 .*\(target_seq of S3 in .*reference.csv\)"),
     ("mutant,DMS_score\nWILD,1\nWILD,high\n", r"row 3: DMS_score 'high' is not a number: correct it, leave it empty$"),
     ("mutant,DMS_score,DMS_score_bin\nWILD,1,1\nWILD,2,2\n", r"row 3: DMS_score_bin '2' is not 0 or 1"),
+    (
+        "mutant,DMS_score,masked_marginal\nWILD,1,0\nWILD,2,0\n",
+        r"it has a column 'masked_marginal' already: rename it",
+    ),
     ("", r"S3.csv: it has no rows"),
 ]
 
