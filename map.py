@@ -130,6 +130,8 @@ def work(args: Arguments, hashes: dict[str, Any], output: Output, stack: ExitSta
     with output.replaced() as partial:
         write_map(made, new.ids if new else [], partial, args.figures, more)
     print(summary(made))
+    if not (any(descriptions.values()) or args.map.table):
+        logger.info("No words to name clusters by: give --fasta with descriptions, or --table and --colour_by")
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def clustered(vectors: np.ndarray, asked: int | None, smallest: int | None, seed
     count = len(vectors)
     if asked is None and count > MANY:
         asked = MANY_CLUSTERS
-        logger.info("k-means, as HDBSCAN of more than %s proteins takes hours: see --num_clusters", f"{MANY:,}")
+        logger.info("k-means, as HDBSCAN of more than %s proteins takes long: see --num_clusters", f"{MANY:,}")
     with threadpool_limits(1):
         reduced, _ = principal_components(vectors, COMPONENTS)
         if asked is not None:

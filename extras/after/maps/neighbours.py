@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,7 @@ def recall(index: Index, k: int, seed: int, device: torch.device | None = None) 
 
 def faiss_module() -> Any:
     """UserError where faiss is not installed."""
+    logging.getLogger("faiss.loader").setLevel(logging.WARNING)  # else it says which builds it did not find
     try:
         import faiss
     except ImportError:

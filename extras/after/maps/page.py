@@ -16,7 +16,7 @@ from extras.after.maps.vectors import Embedded
 
 logger = logging.getLogger(__name__)
 TEMPLATE = Path(__file__).with_name("page.html")
-MOST = 100_000  # points; more make a browser slow
+MOST = 50_000  # points; more make a browser slow
 STOPS = 5  # of the legend of numbers
 
 

@@ -15,7 +15,7 @@ from extras.after.maps.projections import Projection
 
 HEIGHT = 0.62  # of the width
 LARGEST, SMALLEST = 14.0, 0.6  # points^2 of a marker
-INK = 9000  # points^2 of all markers together
+INK = 16_000  # points^2 of all markers together
 AS_PIXELS = 2000  # proteins above which the points of SVG and PDF are an image
 LONGEST = 30  # characters of a class in the legend
 

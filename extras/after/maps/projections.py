@@ -15,7 +15,7 @@ METHODS = ("pca", "tsne", "umap")
 INSTALL = "pip install -r requirements-map.txt -c constraints.txt"
 COMPONENTS = 50  # that t-SNE, UMAP and HDBSCAN read: the usual reduction, which leaves little out
 PERPLEXITY, NEIGHBOURS = 30, 15  # defaults of scikit-learn's t-SNE, and of UMAP
-MANY = 50_000  # proteins; above, t-SNE and HDBSCAN take hours
+MANY = 50_000  # proteins; above, t-SNE and HDBSCAN take long
 
 
 class Projection(NamedTuple):
@@ -26,9 +26,9 @@ class Projection(NamedTuple):
 
 
 def method_of(asked: str | None, proteins: int) -> str:
-    """t-SNE by default, but PCA where that would take hours."""
+    """t-SNE by default, but PCA where that would take long."""
     if asked is None and proteins > MANY:
-        logger.info("PCA, as t-SNE of more than %s proteins takes hours: --method tsne asks for it", f"{MANY:,}")
+        logger.info("PCA, as t-SNE of more than %s proteins takes long: --method tsne asks for it", f"{MANY:,}")
     return asked or ("tsne" if proteins <= MANY else "pca")
 
 

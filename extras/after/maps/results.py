@@ -93,11 +93,6 @@ class Map:
     queried: Neighbours | None
     facts: dict[str, Any]
 
-    def cluster_name(self, place: int) -> str:
-        label = int(self.labels[place])
-        return "" if label == NO_CLUSTER else self.clusters[label].name
-
-    @property
     def colourings(self) -> list[Colouring]:
         """The first is the picture's."""
         titles = [f"{cluster.number} {cluster.name}" if cluster.terms else cluster.name for cluster in self.clusters]
@@ -175,8 +170,9 @@ def write_map(
     made: Map, query_ids: Sequence[str], directory: Path, figures: FigureFlags, more: dict[str, Any]
 ) -> None:
     """Write all files. more: for results.json."""
-    draw(made.projection, made.colourings[0], made.clusters, directory / PICTURE, figures)
-    write_page(directory / PAGE, made.embedded, made.projection, made.colourings)
+    colourings = made.colourings()
+    draw(made.projection, colourings[0], made.clusters, directory / PICTURE, figures)
+    write_page(directory / PAGE, made.embedded, made.projection, colourings)
     write_points(made, directory / POINTS)
     write_clusters(made, directory / CLUSTERS)
     write_neighbours(made, made.embedded.ids, made.found, directory / NEIGHBOURS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -50,8 +49,7 @@ def matrix_of(table: pa.Table, column: str) -> np.ndarray:
     """float32 [proteins, hidden]."""
     if is_per_residue(table, column):
         return np.stack([of_residues.mean(0) for of_residues in vectors_in(table, column)])
-    flat = chain.from_iterable(table[column].chunks)
-    return np.stack([cell.values.to_numpy() for cell in flat])
+    return np.concatenate([chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in table[column].chunks])
 
 
 def of_length_one(vectors: np.ndarray, ids: list[str], where: str) -> np.ndarray:
