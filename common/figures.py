@@ -126,7 +126,11 @@ def save_figure(figure: Figure, path: Path, flags: FigureFlags = DEFAULT) -> lis
     for form in flags.formats:
         paths.append(path.with_name(f"{path.name}.{form}"))
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
-        with figure_style(), matplotlib.rc_context({"svg.hashsalt": path.name}), replace_flushed(paths[-1]) as file:
+        with (
+            figure_style(),
+            matplotlib.rc_context({"svg.hashsalt": paths[-1].name}),
+            replace_flushed(paths[-1]) as file,
+        ):
             figure.savefig(file, format=form, dpi=dpi, metadata=metadata)
         if form == "png" and dpi < flags.dpi:
             logger.warning("%s: %d dots per inch instead of %d, as it is large", paths[-1].name, dpi, flags.dpi)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TRUE, FALSE = COLOURS[0], COLOURS[3]
 SIDE_INCHES = 2.4  # of the map
-LARGEST, SMALLEST = 12.0, 5.0  # markers, points^2: a circle is told from a cross
+LARGEST, SMALLEST = 12.0, 5.0  # markers, points^2: circles look other than crosses
 ROOM = 0.06  # of an axis, for a number
 ANY = "any"  # the range of a complex's pairs
 

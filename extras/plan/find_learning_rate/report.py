@@ -150,12 +150,9 @@ def figure_of(found: Found) -> Figure:
     for number, trial in enumerate(found.in_order):
         label = f"{trial.learning_rate:g}{' (diverged)' * trial.diverged}"
         # From dark to light up to 0.9: the map's end is faint on white. Neighbours have other lines.
-        style = {
-            "color": colours(0.9 * number / max(1, len(found.trials) - 1)),
-            "linestyle": LINES[number % len(LINES)],
-        }
+        colour, dashes = colours(0.9 * number / max(1, len(found.trials) - 1)), LINES[number % len(LINES)]
         steps = range(1, len(trial.losses) + 1)
-        curves.plot(steps, moving_average(trial.losses), label=label, **style)
+        curves.plot(steps, moving_average(trial.losses), label=label, color=colour, linestyle=dashes)
     curves.set_title("Training loss by learning rate, smoothed", y=1.0)
     curves.set_xlabel("step")
     curves.set_ylabel("nats")
