@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from common.files.content_hash import content_hash
 from extras.after.inference.encoder import part_path
-from tests.data_fixtures import call, load_script, write_fasta
+from tests.data_fixtures import call, load_script
 
 MAP = load_script("map.py")
 
@@ -33,10 +33,18 @@ def groups(count: int, each: int, hidden: int = 12, spread: float = 0.2, seed: i
     return (np.repeat(np.eye(hidden)[:count], each, 0) + noise).astype(np.float32)
 
 
-def write_embeddings(directory: Path, vectors: np.ndarray, ids: list[str] | None = None, model: str = "m") -> Path:
-    """Tables of 50 proteins each, and DIRECTORY.fasta, whose descriptions are `description of ID`."""
+def write_embeddings(
+    directory: Path,
+    vectors: np.ndarray,
+    ids: list[str] | None = None,
+    model: str = "m",
+    words: list[str] | None = None,
+) -> Path:
+    """Tables of 50 proteins each, and DIRECTORY.fasta; words: its descriptions."""
     ids = ids or [f"P{number}" for number in range(len(vectors))]
-    fasta = write_fasta(directory.with_suffix(".fasta"), [(name, "MKV" * (1 + n % 9)) for n, name in enumerate(ids)])
+    headers = [f"{name} {text}" for name, text in zip(ids, words or [""] * len(ids), strict=True)]
+    fasta = directory.with_suffix(".fasta")
+    fasta.write_text("".join(f">{header}\n{'MKV' * (1 + n % 9)}\n" for n, header in enumerate(headers)))
     facts = {"model_hash": model, "fasta_hash": content_hash(str(fasta)), "settings": '{"proteins_per_part": 50}'}
     (directory / "embeddings").mkdir(parents=True)
     for number, begin in enumerate(range(0, len(ids), 50)):

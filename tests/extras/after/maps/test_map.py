@@ -59,20 +59,25 @@ def test_map_has_coordinates_clusters_neighbours_and_pictures(embedded, labels, 
     assert "kind=membrane (20 of 20)" in capsys.readouterr().out
 
 
-def test_clusters_are_named_by_descriptions(tmp_path):
-    embedded = write_embeddings(tmp_path / "embedded", groups(2, 20))
-    fasta = tmp_path / "embedded.fasta"
-    text = fasta.read_text()
-    for number in range(20):
-        text = text.replace(f">P{number} description", f">P{number} ATPase description")
-    fasta.write_text(text)
-    with pytest.raises(UserError, match="not of --fasta .*embedded.fasta: give the file embed.py had"):
-        mapped(embedded, tmp_path / "out", "--fasta", fasta)
-    again = write_embeddings(tmp_path / "again", groups(2, 20))
-    (tmp_path / "again.fasta").rename(fasta)
-    mapped(again, tmp_path / "out", "--fasta", fasta)
-    names = {row["name"] for row in rows_of(tmp_path / "out" / "clusters.csv")}
-    assert names == {"cluster 1", "cluster 2"}, "`description of` is everywhere"
+def test_clusters_are_named_by_descriptions(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    words = [f"Putative {'ATPase' if n < 20 else 'porin'} {n} OS=Mus musculus" for n in range(40)]
+    embedded = write_embeddings(tmp_path / "embedded", groups(2, 20), words=words)
+    mapped(embedded, tmp_path / "out", "--fasta", tmp_path / "embedded.fasta")
+    named = {row["centre"]: row for row in rows_of(tmp_path / "out" / "clusters.csv")}
+    assert {int(centre[1:]) // 20: row["name"] for centre, row in named.items()} == {0: "atpase", 1: "porin"}
+    assert {row["found_in"] for row in named.values()} == {"atpase: 20 of 20", "porin: 20 of 20"}
+    assert "No words" not in caplog.text
+    mapped(embedded, tmp_path / "unnamed")
+    assert {row["name"] for row in rows_of(tmp_path / "unnamed" / "clusters.csv")} == {"cluster 1", "cluster 2"}
+    assert "No words to name clusters by: give --fasta with descriptions, or --table and --colour_by" in caplog.text
+
+
+def test_embeddings_of_another_fasta_are_refused(embedded, tmp_path):
+    other = write_fasta(tmp_path / "other.fasta", proteins(60))
+    with pytest.raises(UserError, match=r"--embeddings .*: not of --fasta .*other.fasta: give the file embed.py had"):
+        mapped(embedded, tmp_path / "out", "--fasta", other)
+    assert not (tmp_path / "out").exists()
 
 
 def test_new_proteins_get_their_neighbours(embedded, labels, tmp_path):
