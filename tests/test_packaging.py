@@ -53,6 +53,7 @@ def test_dependencies_are_those_of_the_requirements_files(project):
         "finetune": requirements("requirements-finetune.txt"),
         "map": requirements("requirements-map.txt"),
         "structures": requirements("requirements-structures.txt"),
+        "onnx": requirements("requirements-onnx.txt"),
         "dev": requirements(
             *("requirements-trackers.txt", "requirements-finetune.txt"),
             *("requirements-test.txt", "requirements-dev.txt"),
