@@ -1,13 +1,16 @@
 """mkdocs' hook: links of the pages to files of the repository also work on the site.
 
-README.md is the site's home. Other files that pages link to are copied to repository/ beside the pages, Markdown as
-pages, and so are the files that these link to; of a folder its README.md, or else a list.
+README.md is the site's home, and the notebook a page with its pictures; the footer has the version. Other files that
+pages link to are copied to repository/ beside the pages, Markdown as pages, and so are the files that these link to; of
+a folder its README.md, or else a list.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -23,6 +26,8 @@ def site_path(path: str) -> str:
     """Where a file of the repository lies in the site's sources: docs/a.md -> a.md, LICENSE -> repository/LICENSE."""
     if path == HOME:
         return "index.md"
+    if path.endswith(".ipynb"):
+        return path.removeprefix("docs/").replace(".ipynb", ".md")
     if (ROOT / path).is_dir():
         return f"repository/{path}/index.md"
     return path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
@@ -33,7 +38,30 @@ def text_of(path: str) -> str:
     if (ROOT / path).is_dir():
         names = sorted(entry.name for entry in (ROOT / path).iterdir() if entry.is_file())
         return f"# {path}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
+    if path.endswith(".ipynb"):
+        return notebook((ROOT / path).read_text(encoding="utf-8"))
     return (ROOT / path).read_text(encoding="utf-8") if path.endswith(".md") else ""
+
+
+def notebook(text: str) -> str:
+    """A notebook as Markdown: code in fences, and the outputs' pictures, or text where they have none."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if picture := data.get("image/png"):
+                parts.append(f"![Figure](data:image/png;base64,{''.join(picture).replace(chr(10), '')})")
+            elif words := "".join(data.get("text/plain", output.get("text", ""))):
+                parts.append(f"```text\n{words.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.copyright = f"Version {project['version']}"
+    return config
 
 
 def target_of(path: str, link: str) -> str | None:
