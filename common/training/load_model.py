@@ -66,8 +66,8 @@ def load_model(
             te_stats = extra().te_statistics(args.precision, plan, world, directory)
         with torch.device("meta"):
             model = choice.make()
-        if args.model.lora:
-            extra().lora().add_adapters(model, args.model)
+            if args.model.lora:
+                extra().lora().add_adapters(model, args.model)
         precision = Precision()
         if plan is not None:
             precision = extra().set_formats(model, plan, args.precision, args.data.seed, world, te_stats)

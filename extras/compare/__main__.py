@@ -23,13 +23,17 @@ from extras.compare.report import markdown, write_csv
 from extras.compare.runs import check_same_questions, group_runs, read_run
 
 NAME = "comparison"
-USAGE = "python -m extras.compare RUN RUN ... [--baseline RUN] [--output_dir DIR] [--smallest NATS]"
+USAGE = "python -m extras.compare RUN RUN ... [--baseline RUN] [--eval_set NAME] [--output_dir DIR] [--smallest NATS]"
 
 
 @dataclass(frozen=True)
 class CompareArguments(Flags):
     output_dir: str | None = flag(None, f"Write {NAME}.md, .csv, .png and .svg there. Default: only print.")
     baseline: str | None = flag(None, "One of the runs; all others are compared with its group. Default: the first.")
+    eval_set: str = flag(
+        "",
+        "Compare on a set that the runs have by --eval_dataset NAME=..., or on test. Default: the validation split.",
+    )
     smallest: float = flag(0.005, "The difference in nats that would matter, for the number of proteins to see it.")
     figures: FigureFlags = field(default_factory=FigureFlags)
     changed: ClassVar[dict[str, Any]] = {
@@ -48,7 +52,7 @@ def main() -> None:
     baseline = Path(args.baseline) if args.baseline else None
     if baseline and baseline.resolve() not in {path.resolve() for path in paths}:
         raise UserError(f"--baseline {baseline}: not one of the runs: add it to them")
-    runs = [read_run(path) for path in paths]
+    runs = [read_run(path, args.eval_set) for path in paths]
     check_same_questions(runs)
     groups = group_runs(runs, baseline)
     pairs = {group.name: compare(groups[0], group) for group in groups[1:]}

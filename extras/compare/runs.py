@@ -28,7 +28,6 @@ from extras.report import NAMES
 
 logger = logging.getLogger(__name__)
 
-LOSSES = "eval_losses.parquet"
 STATE = "trainer_state.json"
 NO_EFFECT_GROUPS = (CheckpointFlags, LogFlags, DryRunFlags, LearningRateFlags, DownstreamFlags)
 # Flags that do not change a run's losses. Those of the evaluation are covered by the hash of its questions, the places
@@ -57,7 +56,7 @@ class Run:
     evaluations: rows of metrics.jsonl with a held-out loss, and the one at the end; last: what is compared, the
     results at the end (of the best step with --load_best_model_at_end) or the last row; state: trainer_state.json of
     the run or, before its end, of its newest checkpoint; info: run_info.json; is_stopped: whether it ended, so far or
-    for good, before its schedule did.
+    for good, before its schedule did; eval_set: as of `read_run`; its results have the validation split's names here.
     """
 
     path: Path
@@ -67,6 +66,7 @@ class Run:
     info: dict[str, Any]
     is_stopped: bool
     losses: ProteinLosses | None
+    eval_set: str = ""
 
     @property
     def is_decoder(self) -> bool:
@@ -82,7 +82,8 @@ class Run:
         """What the losses are means over."""
         kind, what = ("sequences", "tokens") if self.is_decoder else ("proteins", "hidden residues")
         number = self.last.get("eval_tokens" if self.is_decoder else "eval_masked_tokens", 0)
-        return f"{self.last.get('eval_samples', 0):,} held-out {kind}, {number:,} {what}"
+        named = f" of {self.eval_set}" if self.eval_set else ""
+        return f"{self.last.get('eval_samples', 0):,} held-out {kind}{named}, {number:,} {what}"
 
     @property
     def objective(self) -> str:
@@ -140,8 +141,22 @@ class Group:
         return [run.last[key] for run in self.runs if key in run.last]
 
 
-def read_run(path: Path) -> Run:
-    """UserError where there is no run, or none with a held-out loss."""
+def prefix_of(eval_set: str) -> str:
+    """How the names of a held-out set's results begin."""
+    return {"": "eval", "test": "test"}.get(eval_set, f"eval_{eval_set}")
+
+
+def of_set(row: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """A row with the results of a held-out set in the place of the validation split's."""
+    if prefix == "eval":
+        return row
+    others = {name: value for name, value in row.items() if not name.startswith("eval_")}
+    return others | {f"eval{n.removeprefix(prefix)}": v for n, v in row.items() if n.startswith(f"{prefix}_")}
+
+
+def read_run(path: Path, eval_set: str = "") -> Run:
+    """eval_set: "" for the validation split, "test", or a name of --eval_dataset. UserError where there is no run, or
+    none with a held-out loss."""
     try:
         rows, results, info = read_json_lines(path / METRICS), read_results(path), read_run_info(path)
         state, is_complete = _read_state(path, rows)
@@ -149,7 +164,9 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{path}: not readable as a run: {one_line(error)}") from error
     if not rows and not results:
         raise UserError(f"{path}: no run there: it has neither {METRICS} nor all_results.json")
-    evaluations = [row for row in rows if "eval_loss" in row]
+    prefix = prefix_of(eval_set)
+    file, results = f"{prefix}_losses.parquet", of_set(results, prefix)
+    evaluations = [row for row in (of_set(row, prefix) for row in rows) if "eval_loss" in row]
     if is_complete and "eval_loss" in results:
         last = results | _place(state, rows, results)
         if "step" in last and last["step"] not in {row["step"] for row in evaluations}:
@@ -157,14 +174,17 @@ def read_run(path: Path) -> Run:
     elif evaluations:
         last = evaluations[-1]
     else:
-        raise UserError(f"{path}: no held-out loss: run its command again with --do_eval")
+        named = f" of {eval_set}" if eval_set else ""
+        also = f" and {eval_set}=... of --eval_dataset" if prefix.startswith("eval_") else ""
+        raise UserError(f"{path}: no held-out loss{named}: run its command again with --do_eval{also}")
     if not is_complete:
         logger.warning("%s: not finished: compared by its last evaluation, at step %s", path, f"{last['step']:,}")
     is_stopped = not is_complete or _was_stopped(state, rows)
-    run = Run(path, evaluations, last, state, info, is_stopped, _read_losses(path, last.get("step")))
+    losses = _read_losses(path / file, last.get("step"))
+    run = Run(path, evaluations, last, state, info, is_stopped, losses, eval_set)
     if run.losses is None and not run.is_decoder and is_complete:
         raise UserError(
-            f"{path}: no losses of single proteins ({LOSSES}), as of an older version: run its command again with "
+            f"{path}: no losses of single proteins ({file}), as of an older version: run its command again with "
             "--do_eval"
         )
     return run
@@ -182,9 +202,9 @@ def _place(state: dict[str, Any], rows: list[dict], results: dict[str, Any]) -> 
 
 def _read_losses(path: Path, step: int | None) -> ProteinLosses | None:
     """None if there are none of this step: a run that goes on has those of its earlier end."""
-    if not (path / LOSSES).exists():
+    if not path.exists():
         return None
-    losses, saved_step = read_losses(path / LOSSES)
+    losses, saved_step = read_losses(path)
     return losses if step in (None, saved_step) else None
 
 

@@ -19,6 +19,7 @@ from extras.compare import __main__ as program
 from extras.compare.paired import Difference, compare
 from extras.compare.picture import figure_of
 from extras.compare.runs import check_same_questions, group_runs, read_run
+from tests.data_fixtures import numbered, write_fasta
 from tests.training_fixtures import train
 
 PROTEINS = 300
@@ -366,3 +367,25 @@ def test_runs_of_a_train_script_compare(dataset, tmp_path, capsys, monkeypatch):
         read_run(runs["m1"])
     assert "nothing to train" in train(dataset, runs["m1"], optim="muon", seed=1, **flags)
     assert "| B   | optim muon" in printed(capsys, monkeypatch, runs["a1"], runs["m1"])
+
+
+def test_runs_compare_on_a_second_held_out_set(dataset, tmp_path, capsys, monkeypatch):
+    """A run that trains nothing is the state before; its difference on each set is that of the two results."""
+    proteins = [(name, text * 2) for name, text in numbered(30)]
+    other = write_fasta(tmp_path / "other.fasta", proteins)
+    flags = {"do_eval": True, "save_final_model": True, "eval_dataset": f"other={other}"}
+    train(dataset, tmp_path / "base", max_steps=2)
+    flags |= {"model_name_or_path": tmp_path / "base" / "final_model"}
+    train(dataset, tmp_path / "before", do_train=False, **flags)
+    train(dataset, tmp_path / "after", max_steps=3, **flags)
+    results = [json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("before", "after")]
+    for eval_set, key in (("", "eval_loss_masked"), ("other", "eval_other_loss_masked"), ("test", "test_loss_masked")):
+        runs = [read_run(tmp_path / name, eval_set) for name in ("before", "after")]
+        first, second = group_runs(runs)
+        assert compare(first, second).mean == pytest.approx(results[0][key] - results[1][key], abs=1e-9)
+    words = (tmp_path / "before", tmp_path / "after", "--eval_set", "other")
+    assert "over 30 held-out proteins of other, " in printed(capsys, monkeypatch, *words)
+    with pytest.raises(
+        UserError, match="no held-out loss of own: run its command again with --do_eval and own=... of"
+    ):
+        read_run(tmp_path / "after", "own")

@@ -126,7 +126,8 @@ class FakeRun:
             self.strategy, self.built = build(args, world, {})
         self.task = task_of(args)(self.built, args, world)
         self.strategy.prepare_dry_run()
-        self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
+        self.weights = list(self.built.weights.parameters())
+        self.parameters = [p for p in self.weights if p.requires_grad]
         self._label_weights()
         optimizer = self.built.optimizer(args.optimizer, self.strategy, world, args.precision.bf16)
         for group in optimizer.param_groups:
@@ -178,7 +179,7 @@ class FakeRun:
 
     def _checkpoint_copy(self) -> int:
         """Bytes that this rank copies for a checkpoint."""
-        state = {number: {"": weight} for number, weight in enumerate(self.parameters)}
+        state = {number: {"": weight} for number, weight in enumerate(self.weights)}
         state |= {weight: self.optimizer.state[weight] for weight in self.parameters}
         mine = share_of(state, self.world.rank, self.world.size)
         return sum(local_shard(tensor)[0].nbytes for of in mine.values() for tensor in of.values())
@@ -186,7 +187,7 @@ class FakeRun:
     def _label_weights(self) -> None:
         for tensor in (*self.strategy.compute_buffers(), *self.built.precision.computed_with()):
             self.tracker.put(tensor, GATHERED)
-        for parameter in self.parameters:  # may share the storage
+        for parameter in self.weights:  # may share the storage
             self.tracker.put(parameter, WEIGHTS)
 
     def _labels(self, kind: str) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 
@@ -214,6 +215,22 @@ def test_lora_is_refused_in_one_line(dataset, given, tmp_path, flags, message):
     said = refused(dataset, tmp_path / "out", **{"lora": True, "model_name_or_path": given} | flags)
     assert message in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py"])
+def test_dry_run_has_all_weights_and_moments_of_adapters_alone(dataset, tmp_path, script):
+    sizes = "num_hidden_layers=1,hidden_size=1024,num_attention_heads=16,intermediate_size=4096"
+    flags = {"config_name": "facebook/esm2_t6_8M_UR50D", "config_overrides": sizes, "max_steps": 1}
+    train(dataset, tmp_path / "base", packs_per_step=1, tokens_per_pack=128, **flags)
+    flags = {"dry_run": True, "tokens_per_pack": 128, "model_name_or_path": tmp_path / "base" / "final_model"}
+    found = []
+    for lora in (True, None):
+        said = train(dataset, tmp_path / "out", script=script, lora=lora, **flags)
+        found.append(
+            [re.search(rf" ([0-9.]+)  {part}", said)[1] for part in ("weights\n", "optimiser", "copy for a ch")]
+        )
+    gib = 13.7e6 * 4 / 2**30  # 12 hidden^2 of the layer, hidden^2 of the head, embeddings
+    assert found == [[f"{gib:.2f}", "0.00", f"{gib:.2f}"], [f"{gib:.2f}", f"{2 * gib:.2f}", f"{3 * gib:.2f}"]]
 
 
 def test_lora_of_experts_is_refused():
