@@ -3,34 +3,37 @@
     python -m benchmarks.sizes          makes the tables of docs/sizes.md anew
 
 Batches, rates and steps are the paper's (supplement of Lin et al. 2023), in configs/sizes/, which the job scripts use.
-Memory is what --dry_run says, checkpoints are 12 bytes a parameter, speed is that of benchmarks/step_model.py: an
-estimate.
+Memory, tokens a second, days and energy are what --dry_run says, an estimate; checkpoints are 12 bytes a parameter.
 """
 
 from __future__ import annotations
 
 import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
+import importlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from math import log
 from pathlib import Path
 
-from benchmarks.dry_run import parsed, predicted
+from benchmarks.dry_run import parsed
 from benchmarks.measuring import ROOT, where_measured
-from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
 from common.checkpoint.checkpointer import CheckpointFlags
 from common.cli import UserError, run
 from common.flags import Flags, flag, flat, parse_arguments, read_file_of_flags
 from common.models.esm2.config import ESM2_SIZES
 from common.training.arguments import DryRunFlags
+from extras.plan.dry_run.memory_estimate import fake_run
+from extras.plan.dry_run.time_estimate import GPUS, StepPlan, step_plan
 from extras.preflight.node import bytes_needed, named_model
 
 GIB = 2**30
 PAGE = ROOT / "docs" / "sizes.md"
 RESERVE = DryRunFlags.device_reserve  # GiB that --dry_run leaves to what it does not count
 DDP, FSDP2 = "train_ddp", "train_fsdp2"
-MEETING = "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:29500 --rdzv_id=NAME"
+MEETING = "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:29500"
+NODE, MEMORY, H100 = 8, 80, GPUS["H100"]  # GPUs of a node, GiB of each
 
 
 def size_file(name: str) -> str:
@@ -40,7 +43,7 @@ def size_file(name: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """flags: those of its file; also: those that not all sizes have. perplexity: published, after all steps."""
+    """flags: those of its file; perplexity: published, after all steps."""
 
     size: str
     script: str
@@ -66,56 +69,49 @@ class Plan:
             "per_device_train_batch_size",
             "tokens_per_step",
             "max_steps",
+            "sample_clusters",
         }
         if str(self.flags["learning_rate"]) == "4e-4":
             usual.add("learning_rate")
         return {name: value for name, value in self.flags.items() if name not in usual}
 
     @property
+    def sequences(self) -> int:
+        """Of --max_seq_length in a pack: those of the file, or fewer where the GPUs' packs would exceed a step."""
+        return min(
+            self.flags["per_device_train_batch_size"],
+            self.flags["tokens_per_step"] // (self.gpus * self.flags["max_seq_length"]),
+        )
+
+    @property
     def tokens_per_pack(self) -> int:
-        return self.flags["per_device_train_batch_size"] * self.flags["max_seq_length"]
+        return self.sequences * self.flags["max_seq_length"]
 
     @property
     def accumulation(self) -> int:
         return round(self.flags["tokens_per_step"] / (self.gpus * self.tokens_per_pack))
 
     @property
-    def steps(self) -> int:
-        return self.flags["max_steps"]
-
-    @property
     def step_tokens(self) -> int:
         return self.gpus * self.tokens_per_pack * self.accumulation
 
     @property
-    def nodes(self) -> int:
-        return -(-self.gpus // 8)
+    def steps(self) -> int:
+        return self.flags["max_steps"]
+
+    @property
+    def words(self) -> list[str]:
+        """Of its command, behind the script."""
+        smaller = self.sequences < self.flags["per_device_train_batch_size"]
+        return [size_file(self.name), *[f"--per_device_train_batch_size={self.sequences}"] * smaller]
 
     @property
     def command(self) -> str:
         """The same on every node."""
-        places = {"dataset_dir": "data/processed/arrow", "output_dir": f"out-{self.size}"}
-        flags = " ".join(f"--{name} {value}" for name, value in places.items())
-        nodes = f"--nnodes={self.nodes} {MEETING} " * (self.nodes > 1)
-        return f"python -m extras.launch {nodes}--nproc_per_node=8 {self.script}.py {size_file(self.name)} {flags}"
-
-    @property
-    def step(self) -> Step:
-        """Of one GPU, as the step's model counts it. Rounding ahead is for replicas only."""
-        return step_of(self.size, self.tokens_per_pack, COMPILED, self.accumulation, self.script == DDP)
-
-    @property
-    def seconds(self) -> float:
-        """A step, by the model, with communication fully overlapped."""
-        once, h100 = self.step, DEVICES[0]
-        if self.flags.get("activation_checkpointing") != "full":
-            return once.seconds(h100)
-        again = replace(once, phases=[once.layer[0] * (ESM2_SIZES[self.name][0] * self.accumulation)])
-        return once.seconds(h100) + again.seconds(h100)
-
-    @property
-    def days(self) -> float:
-        return self.steps * self.seconds / 86400
+        places = [f"--dataset_dir=data/processed/arrow --output_dir=out-{self.size}"]
+        nodes = [f"--nnodes={self.gpus // NODE} --rdzv_id=NAME", MEETING] if self.gpus > NODE else []
+        launch = [f"python -m extras.launch --nproc_per_node={NODE}", *nodes]
+        return " \\\n    ".join([*launch, " ".join([f"{self.script}.py", *self.words]), *places])
 
     @property
     def loss(self) -> str:
@@ -130,15 +126,10 @@ class Plan:
         return f"{larger[0]:.2f} to {smaller:.2f}" if larger else f"below {smaller:.2f}"
 
 
-PLANS = [
-    Plan.read("8M", DDP, 8, 10.26),
-    Plan.read("35M", DDP, 8),
-    Plan.read("150M", DDP, 8),
-    Plan.read("650M", DDP, 8, 7.14),
-    Plan.read("650M", DDP, 32, 7.14),
-    Plan.read("3B", FSDP2, 128, 6.42),
-    Plan.read("15B", FSDP2, 256),
-]
+RECIPES = [("8M", DDP, 10.26), ("35M", DDP, None), ("150M", DDP, None), ("650M", DDP, 7.14)]
+RECIPES += [("3B", FSDP2, 6.42), ("15B", FSDP2, None)]
+PLANS = [Plan.read(size, script, gpus, found) for size, script, found in RECIPES for gpus in (8, 32, 64, 256)]
+SHOWN = {("8M", 8), ("35M", 8), ("150M", 8), ("650M", 8), ("650M", 32), ("3B", 64), ("15B", 256)}  # commands
 
 
 @dataclass
@@ -146,9 +137,19 @@ class Arguments(Flags):
     page: str = flag(str(PAGE), "The page to put the tables into, between its comments.")
 
 
-def memory(plan: Plan) -> float:
-    """GiB of a GPU, with what --dry_run adds for what it does not count."""
-    return predicted(plan.script, plan.gpus, [str(ROOT / size_file(plan.name))]) / GIB + RESERVE
+@cache
+def estimated(script: str, gpus: int, words: tuple[str, ...]) -> tuple[float, StepPlan | str]:
+    """(GiB of a GPU, with what --dry_run adds for what it does not count, the plan of a step) of a run."""
+    args = parsed(script, gpus, [*words, f"--device_memory={MEMORY}"])
+    with fake_run(args, importlib.import_module(script).build) as run:
+        return run.step(args.pack_tokens).peak / GIB + RESERVE, step_plan(args, run)
+
+
+def of_plan(plan: Plan) -> tuple[float, StepPlan]:
+    file, *rest = plan.words
+    memory, step = estimated(plan.script, plan.gpus, (str(ROOT / file), *rest))
+    assert isinstance(step, StepPlan), step
+    return memory, step
 
 
 def checkpoints(plan: Plan) -> float:
@@ -156,18 +157,29 @@ def checkpoints(plan: Plan) -> float:
     return bytes_needed(named_model(plan.name), CheckpointFlags.save_total_limit) / 1e9
 
 
-def plans_table() -> Iterator[str]:
-    yield "| model | script | GPUs | tokens of a pack | accumulation | tokens a step | also "
-    yield "| memory of a GPU, GiB | checkpoints, GB | tokens/s | days | held-out loss |\n"
-    yield "|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|\n"
+def recipes_table() -> Iterator[str]:
+    yield "| model | script | tokens a step | steps | also | checkpoints, GB | held-out loss |\n"
+    yield "|---|---|--:|--:|---|--:|--:|\n"
     for plan in PLANS:
-        flags = " ".join(f"`--{name} {value}`" for name, value in plan.also.items())
-        nodes = f" ({plan.nodes} nodes)" if plan.nodes > 1 else ""
-        rate = plan.step_tokens / plan.seconds
-        yield f"| {plan.size} | `{plan.script}.py` | {plan.gpus}{nodes} | {plan.tokens_per_pack:,} "
-        yield f"| {plan.accumulation} | {plan.step_tokens:,} | {flags} | {memory(plan):.0f} "
-        yield f"| {checkpoints(plan):,.1f} | {rate:,.0f} "
-        yield f"| {plan.days:.1f} | {plan.loss} |\n"
+        if plan.gpus == PLANS[0].gpus:
+            flags = " ".join(f"`--{name} {value}`" for name, value in plan.also.items())
+            yield f"| {plan.size} | `{plan.script}.py` | {plan.flags['tokens_per_step']:,} | {plan.steps:,} | {flags} "
+            yield f"| {checkpoints(plan):,.1f} | {plan.loss} |\n"
+
+
+def gpus_table() -> Iterator[str]:
+    yield "| model | GPUs | pack | accumulation | GiB of a GPU | tokens/s | days | GPU-hours | MWh |\n"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|\n"
+    for plan in PLANS:
+        memory, step = of_plan(plan)
+        seconds = step.seconds(H100)
+        hours = plan.steps * seconds / 3600
+        yield f"| {plan.size} | {plan.gpus} | {plan.tokens_per_pack:,} | {plan.accumulation} | {memory:.0f} "
+        if memory > MEMORY:
+            yield "| does not fit | | | |\n"
+            continue
+        yield f"| {plan.step_tokens / seconds:,.0f} | {hours / 24:.1f} | {plan.gpus * hours:,.0f} "
+        yield f"| {plan.gpus * hours * H100.watts / 1e6:,.1f} |\n"
 
 
 def of_one_node() -> list[tuple[str, list[str]]]:
@@ -180,17 +192,14 @@ def of_one_node() -> list[tuple[str, list[str]]]:
 def one_node_table() -> Iterator[str]:
     yield "| command | memory of a GPU, GiB | checkpoints, GB | days | held-out loss |\n|---|--:|--:|--:|--:|\n"
     for script, flags in of_one_node():
-        args, needed = parsed(script, 8, flags), predicted(script, 8, flags) / GIB + RESERVE
+        args, (needed, step) = parsed(script, 8, flags), estimated(script, 8, tuple(flags))
         plan = next((plan for plan in PLANS if plan.name == flat(args).get("config_name")), None)
         yield f"| `{script}.py {' '.join(flags)}` | {needed:.0f} | "
-        if plan is None:
+        if plan is None or isinstance(step, str):
             yield " | | |\n"
             continue
-        pack = args.data.tokens_per_pack
-        own = {"per_device_train_batch_size": pack // args.data.max_seq_length, "max_steps": args.data.max_steps}
-        own |= {"tokens_per_step": 8 * pack * args.data.gradient_accumulation_steps}
-        plan = replace(plan, gpus=8, flags=plan.flags | own)
-        yield f"{checkpoints(plan):,.1f} | {plan.days:.1f} | {plan.loss} |\n"
+        days = args.data.max_steps * step.seconds(H100) / 86400
+        yield f"{checkpoints(plan):,.1f} | {days:.1f} | {plan.loss} |\n"
 
 
 def put(page: str, name: str, text: str) -> str:
@@ -205,10 +214,12 @@ def put(page: str, name: str, text: str) -> str:
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
     text = Path(args.page).read_text()
-    commands = "\n".join(["```sh", *(plan.command for plan in PLANS), "```"])
+    shown = [plan for plan in PLANS if (plan.size, plan.gpus) in SHOWN]
+    commands = "\n".join(["```sh", *(plan.command for plan in shown), "```"])
     where = "\n\n".join(where_measured("benchmarks.sizes", "torch"))
     for name, part in (
-        ("plans", "".join(plans_table())),
+        ("recipes", "".join(recipes_table())),
+        ("GPUs", "".join(gpus_table())),
         ("commands", commands),
         ("one node", "".join(one_node_table())),
         ("where", where),

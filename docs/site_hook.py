@@ -1,8 +1,8 @@
 """mkdocs' hook: links of the pages to files of the repository also work on the site.
 
 README.md is the site's home, and the notebook a page with its pictures; the footer has the version. Other files that
-pages link to are copied to repository/ beside the pages, Markdown as pages, and so are the files that these link to; of
-a folder its README.md, or else a list.
+pages link to are copied to repository/ beside the pages, Markdown as pages, and so are the files that these link to;
+of a folder its README.md, or else a list.
 """
 
 from __future__ import annotations

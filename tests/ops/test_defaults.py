@@ -108,7 +108,7 @@ def test_slurm_trains_each_size_with_the_batch_of_sizes_md(size, memory, tmp_pat
     """On 1, 8 and 32 GPUs: the row's tokens a step, rate and weight decay; its packs on 80 GB."""
     plan = next(plan for plan in PLANS if plan.size == size)
     args = of_slurm(f"{plan.script}.py", with_memory(tmp_path, memory), MODEL=plan.name)
-    row = parsed(f"{plan.script}.py", *plan.command.partition(".py ")[2].split())
+    row = parsed(f"{plan.script}.py", *plan.command.replace("\\\n", " ").partition(".py ")[2].split())
     for name in ("learning_rate", "weight_decay", "warmup_steps", "max_seq_length", "tokens_per_step", "bf16"):
         assert args[name] == row[name]
     assert args["tokens_per_pack"] == (row["tokens_per_pack"] if memory > 80000 else 4096)
