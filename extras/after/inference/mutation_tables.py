@@ -88,14 +88,15 @@ def _spans_lines(row: dict[Any, Any]) -> bool:
     return any("\n" in value or "\r" in value for value in values if value)
 
 
-def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, str]]]:
+def read_rows(path: str | Path, where: str, has_prose: bool = False) -> tuple[list[str], list[dict[str, str]]]:
     """The names of the columns, and the rows of a CSV file, or of a TSV file by its name, plain or compressed; `where`
     begins the errors.
 
     A row is a line: UserError for a value that goes over a line end, as after a quote that is not closed, and for a
-    quote inside a quoted value. In TSV quotes are ordinary characters, but for a pair around a whole value.
+    quote inside a quoted value. In TSV quotes are ordinary characters, but for a pair around a whole value. has_prose:
+    columns such as titles are there, where line ends and quotes are in order.
     """
-    form: dict[str, Any] = {"strict": True}
+    form: dict[str, Any] = {"strict": not has_prose}
     if strip_compression(str(path).lower()).endswith(".tsv"):
         form |= {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     rows = []
@@ -107,7 +108,9 @@ def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, s
             names = list(reader.fieldnames or [])
             before = reader.line_num
             for row in reader:
-                if reader.line_num - before > 1 and _spans_lines(row):  # or lines before it are empty
+                if (
+                    not has_prose and reader.line_num - before > 1 and _spans_lines(row)
+                ):  # or lines before it are empty
                     raise UserError(
                         f"{where}: line {before + 1}: a value that continues after a line end: is a quote "
                         "not closed? Fix or remove it"

@@ -72,7 +72,7 @@ def read_reference(path: str, data: str) -> Reference:
     """UserError for a column that is needed and absent, a wild type that is no protein, a repeated or empty name, and
     a directory without any of the tables."""
     where = f"--reference {path}"
-    names, rows = read_rows(path, where)
+    names, rows = read_rows(path, where, has_prose=True)
     needed = [NAME, FILE, TARGET] + ([ID, TYPE] if {ID, TYPE} & set(names) else [])
     if absent := [name for name in needed if name not in names]:
         raise UserError(f"{where}: no column {absent[0]!r}, only {', '.join(map(quoted, names))}: add it")
@@ -111,8 +111,7 @@ def _assay(row: dict[str, str], needed: Sequence[str], data: Path, where: str) -
 
 
 def read_table(assay: Assay, reference: str) -> Table:
-    """UserError for a mutation that does not fit the wild type, measured values that are not finite, and fewer than two
-    different ones."""
+    """UserError for a mutation that does not fit the wild type, and measured values that are infinite or all alike."""
     where = f"--data {assay.path}"
     names, rows = read_rows(assay.path, where)
     there = ", ".join(map(quoted, names))

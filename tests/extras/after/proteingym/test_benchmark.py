@@ -16,6 +16,7 @@ from sklearn.metrics import roc_auc_score
 
 import score as script
 from common.cli import UserError
+from extras.after.proteingym.assays import read_reference
 from tests.data_fixtures import call, environment, everything_in, write_fasta
 from tests.extras.after.inference.embed_fixtures import make_model
 from tests.extras.after.inference.test_causal import make_decoder
@@ -129,6 +130,12 @@ def test_finished_does_nothing_and_other_input_needs_overwrite(model, gym, out, 
     shutil.copytree(out, tmp_path / "out")
     run_gym(gym, model, tmp_path / "out", "--one_pass", "--overwrite")
     assert "masked_marginal" not in read(tmp_path / "out/scores/S0.csv")[0]
+
+
+def test_reference_may_have_titles_over_lines(gym, tmp_path):
+    rows = [[*row.values(), 'On "deep"\nscanning, so to say'] for row in read(gym.reference)]
+    reference = write_rows(tmp_path / "titles.csv", [*read(gym.reference)[0], "title"], rows)
+    assert read_reference(str(reference), str(gym.data)) == read_reference(str(gym.reference), str(gym.data))
 
 
 def finished(out: Path) -> list[str]:

@@ -48,7 +48,7 @@ TABLES = [
     ("mutant,DMS_score,DMS_score_bin\nWILD,1,1\nWILD,2,2\n", r"row 3: DMS_score_bin '2' is not 0 or 1"),
     (
         "mutant,DMS_score,masked_marginal\nWILD,1,0\nWILD,2,0\n",
-        r"it has a column 'masked_marginal' already: rename it",
+        r"has a column 'masked_marginal' already: rename",
     ),
     ("", r"S3.csv: it has no rows"),
 ]
