@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from html.parser import HTMLParser
+from itertools import groupby
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -109,3 +110,23 @@ def test_site_has_no_link_to_a_file_that_is_not_there(tmp_path):
             if path and ":" not in path and page.name != "404.html" and not (page.parent / unquote(path)).exists():
                 missing.add((str(page.relative_to(tmp_path)), address))
     assert missing == set()
+
+
+COLUMN = 690  # px of text beside both menus at 1,280 px: 61 rem less two menus of 12.1 and margins, of 20 px
+LETTER, PADDING = 7.2, 14.1  # px at most of a digit or letter at .64 rem, and of a cell's sides (docs/site.css)
+
+
+def test_tables_of_sizes_fit_a_window_of_1280_pixels():
+    """No browser here: a column is as wide as its longest word, and code breaks anywhere (docs/site.css)."""
+    css = (ROOT / "docs" / "site.css").read_text()
+    assert "white-space: pre-wrap" in css, "commands wrap"
+    assert "min-width: 0" in css, "else a heading takes 100 px"
+    lines = (ROOT / "docs" / "sizes.md").read_text().splitlines()
+    tables = [list(rows) for is_row, rows in groupby(lines, lambda line: line.startswith("|")) if is_row]
+    assert len(tables) == 4
+    for table in tables:
+        cells = [re.sub(r"`[^`]*`", "", row).strip("|").split("|") for row in table if not row.startswith("|--")]
+        widths = [
+            max(len(word) for cell in column for word in [*cell.split(), ""]) for column in zip(*cells, strict=True)
+        ]
+        assert sum(width * LETTER + PADDING for width in widths) < COLUMN, table[0]
