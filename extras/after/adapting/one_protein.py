@@ -30,6 +30,7 @@ from extras.after.inference.packed import packs
 
 logger = logging.getLogger(__name__)
 ADAPTED = "_adapted"  # ends the names of columns
+CAN_HURT = "training on one protein can make its scores worse"
 BATCH, STEPS = 4, 30
 LARGE = 300_000_000  # weights, from which the settings of the 650M hold; below, those of the 35M
 
@@ -162,9 +163,7 @@ def by_adapted(
     """
     if encoder.alphabet.chains:
         raise UserError("--adapt: is of single proteins, and this model reads records of several chains: drop it")
-    logger.warning(
-        "--adapt: training on one protein can make its scores worse: compare columns with and without %s", ADAPTED
-    )
+    logger.warning("--adapt: %s: compare columns with and without %s", CAN_HURT, ADAPTED)
     results, losses, begin = {}, {}, time.perf_counter()
     for protein, name in proteins.items():
         with adapted(encoder, protein, name, flags) as losses[name]:
