@@ -112,7 +112,7 @@ def merged(read: Callable[[str], Tensor], names: Collection[str], alpha: float) 
 
 
 def alpha_of(manifest: dict[str, Any], where: str) -> float:
-    """--lora_alpha of a checkpoint's adapters. UserError if it is no number."""
+    """--lora_alpha of a checkpoint's adapters. UserError if it is not finite."""
     try:
         check_type("lora", manifest["lora"], "dict")
         check_type("lora: alpha", alpha := manifest["lora"].get("alpha"), "float")
