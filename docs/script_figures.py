@@ -25,6 +25,19 @@ CALIBRATION = [
         for name, unit in (("brier", "0 to 2, over all classes"), ("calibration_error", "fraction, 15 bins"))
     ),
 ]
+COUNTED = [
+    (".complete.json: results.proteins", "proteins", "of `--fasta`", NONE, NONE),
+    (".complete.json: results.residues", "residues", "of all proteins", NONE, NONE),
+    (".complete.json: results.unknown", "residues", "characters that became `<unk>`", NONE, NONE),
+    (".complete.json: results.with_unknown", "proteins", "that have such characters", NONE, NONE),
+    (".complete.json: results.duplicates", "proteins", "whose id is repeated", NONE, NONE),
+]
+PREDICTED = [
+    ("prediction", "the label's", "a protein or residue", NONE, "`low`, `high`"),
+    ("low", "the label's", "the same: lower end of its interval", NONE, "held-out labels: `--coverage` of new ones"),
+    ("high", "the label's", "the same: upper end", NONE, "the same"),
+    ("probability_<class>", "fraction", "the same, of classes", NONE, "`set`: as `low` and `high`"),
+]
 HEAD = ("number", "unit", "over what", "compared with what", "error over what")
 
 # {script: rows as of HEAD}. A number is "file: key"; <...> stands for any name; a list is [value, low, high].
@@ -306,11 +319,17 @@ SCRIPTS: dict[str, list[tuple[str, str, str, str, str]]] = {
             NONE,
             OF_ONE_MODEL,
         ),
-        (".complete.json: results.proteins", "proteins", "of `--fasta`", NONE, NONE),
-        (".complete.json: results.residues", "residues", "of all proteins", NONE, NONE),
-        (".complete.json: results.unknown", "residues", "characters that became `<unk>`", NONE, NONE),
-        (".complete.json: results.with_unknown", "proteins", "that have such characters", NONE, NONE),
-        (".complete.json: results.duplicates", "proteins", "whose id is repeated", NONE, NONE),
+        *COUNTED,
+    ],
+    "predict.py": [
+        *(
+            (f"{file}: {name}", *rest)
+            for file in ("predictions.csv", "part-<number>.parquet")
+            for name, *rest in PREDICTED
+        ),
+        ("predictions.csv: position", "residues", "number of the residue, from 1", NONE, NONE),
+        ("part-<number>.parquet: length", "residues", "a protein", NONE, NONE),
+        *COUNTED,
     ],
 }
 

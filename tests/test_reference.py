@@ -29,8 +29,9 @@ from tests.extras.after.proteingym.gym_fixtures import make_gym, run_gym
 from tests.training_fixtures import train
 
 REFERENCE = load_script("docs/make_reference.py")
-CONTACTS, FINETUNE, PROBE, SCORE = (load_script(f"{name}.py") for name in ("contacts", "finetune", "probe", "score"))
-MAP = load_script("map.py")
+CONTACTS, FINETUNE, MAP, PREDICT, PROBE, SCORE = (
+    load_script(f"{name}.py") for name in ("contacts", "finetune", "map", "predict", "probe", "score")
+)
 FLAGS = {"max_steps": 2, "do_eval": True, "eval_on_start": True, "eval_steps": 2, "straggler_every": 1}
 FLAGS |= {"peak_tflops_per_gpu": 1, "profile_steps": "1-1", "save_steps": 1, "save_hf": True}
 OF_DECODERS = {
@@ -197,6 +198,10 @@ def test_reference_has_the_numbers_of_embed_and_probe(model, labelled, tmp_path)
     check_figures("embed.py", figures(tmp_path / "embedded"))
     for n, (name, more) in enumerate((("each.csv", ("--per_residue",)), ("classes.csv", ("--folds", 3)))):
         call(PROBE, *flags, "--labels", labelled / name, "--output_dir", tmp_path / "out" / str(n), *more)
+        call(
+            PREDICT, *flags[2:], "--model", tmp_path / "out" / str(n), "--output_dir", tmp_path / "predicted" / str(n)
+        )
+    check_figures("predict.py", figures(tmp_path / "predicted"))
     check_figures("probe.py", {name for name in figures(tmp_path / "out") if not name.startswith("probe.json")})
 
 

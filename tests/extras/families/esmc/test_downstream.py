@@ -12,12 +12,14 @@ import transformers
 
 from common.models.layers.initialise import initialise
 from extras.after.downstream.labels import read_examples
+from extras.after.downstream.tuned_model import make_model
+from extras.after.downstream.tuning_flags import TuningFlags
 from extras.after.inference.encoder import Encoder, EncoderFlags, embed
 from extras.after.inference.mutation_scores import parse_variant, score
 from extras.families.esmc.config import esmc_config
 from extras.families.esmc.convert import ADAPTER
 from extras.families.esmc.model import EsmcForMaskedLM
-from tests.data_fixtures import load_script
+from tests.data_fixtures import write_fasta
 from tests.extras.after.inference.embed_fixtures import ran, refused
 
 PROTEINS = [("a", b"MKTAYIAKQRQISFVKSHFSRQ"), ("b", b"MLKNVQVQLV")]
@@ -91,14 +93,29 @@ def test_esmc_is_fine_tuned_to_a_stock_model(model, tmp_path, kind):
         assert float(row["prediction"]) == pytest.approx(logits.item(), rel=1e-4)
     else:
         assert row["prediction"] == tuned.config.id2label[logits[int(row["residue"])].argmax().item()]
+    fasta = write_fasta(tmp_path / "one.fasta", [("one", sequence[row["protein"]])])
+    ran(
+        "predict.py",
+        "--model",
+        out,
+        "--fasta",
+        fasta,
+        "--output_dir",
+        tmp_path / "new",
+        "--coverage",
+        0.5,
+        "--use_cpu",
+    )
+    with (tmp_path / "new" / "predictions" / "predictions.csv").open() as file:
+        again = list(csv.DictReader(file))[int(row["residue"] or 1) - 1]["prediction"]
+    assert again == row["prediction"] if kind == "residue" else float(again) == pytest.approx(logits.item(), rel=1e-3)
 
 
 def test_esmc_gets_lora_on_queries_keys_and_values(model, tmp_path):
     pytest.importorskip("peft", reason="./install.sh --finetune")
-    finetune = load_script("finetune.py")
     table = write_table(tmp_path / "labels.csv", "protein")
     task, _ = read_examples(str(table))
-    made = finetune.make_model(finetune.Arguments(str(model), str(table), "unused"), task)
+    made = make_model(TuningFlags(str(model), str(table), "unused"), task)
     adapted = {name.split(".self_attn.")[1].split(".")[0] for name, _ in made.named_parameters() if "lora_A" in name}
     assert adapted == {"q_proj", "k_proj", "v_proj"}
 
