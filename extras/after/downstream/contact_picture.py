@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TRUE, FALSE = COLOURS[0], COLOURS[3]
 SIDE_INCHES = 2.4  # of the map
-LARGEST, SMALLEST = 12.0, 5.0  # markers, points^2: circles look other than crosses
+LARGEST, SMALLEST, ALONE = 12.0, 5.0, 1.5  # markers, points^2: circles beside crosses at least SMALLEST
 ROOM = 0.06  # of an axis, for a number
 ANY = "any"  # the range of a complex's pairs
 
@@ -115,7 +115,8 @@ def label_residues(axes: Any, numbers: np.ndarray) -> None:
 
 def mark(axes: Any, top: Top, length: int) -> None:
     """Markers about as large as a pair's cell: circles of contacts and of unknown pairs, crosses of the others."""
-    size = float(np.clip((SIDE_INCHES * 72 * 0.75 / length) ** 2, SMALLEST, LARGEST))
+    least = ALONE if top.contact is None else SMALLEST
+    size = float(np.clip((SIDE_INCHES * 72 * 0.75 / length) ** 2, least, LARGEST))
     circles = np.ones(len(top.i), bool) if top.contact is None else top.contact
     range_of = "" if top.range == ANY else f"{top.range}-range "
     name, parts = f"likeliest {range_of}pairs", ("", "") if top.contact is None else (": true", ": false")
@@ -125,4 +126,4 @@ def mark(axes: Any, top: Top, length: int) -> None:
     ):
         if part or chosen.any():
             label = f"{name}{part} ({int(chosen.sum()):,})"
-            axes.scatter(top.j[chosen] + 1, top.i[chosen] + 1, size, linewidths=0.7, label=label, **paint)
+            axes.scatter(top.j[chosen] + 1, top.i[chosen] + 1, size, linewidths=0.3 * size**0.5, label=label, **paint)
