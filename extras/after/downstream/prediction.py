@@ -112,7 +112,10 @@ def predictor_of(args: PredictionFlags) -> Predictor:
             found = read_tuned(tuned, args.model_name_or_path)
             settings = {"max_seq_length": found.max_seq_length, "bf16": found.bf16, "per_residue": found.of_residues}
             return Predictor(found.base, found.base_hash, settings, [found], found.hash, found.encoder, found.embed)
-    raise UserError(f"--model {directory}: nothing there that probe.py or finetune.py saved: give their --output_dir")
+    raise UserError(
+        f"--model {directory}: nothing there that probe.py or finetune.py saved: give their --output_dir, and of an "
+        "earlier version run them again with --overwrite"
+    )
 
 
 def of_probe(args: PredictionFlags, directory: Path) -> Predictor:
@@ -156,7 +159,7 @@ def predict_all(args: PredictionFlags, world: World) -> None:
             return predicted(predictor.heads, bounds, rows, features, facts)
 
         settings = {"predictor": predictor.hash, "coverage": args.coverage}
-        making = Making(PREDICTED, settings, predictor.encoder, predictor.embed, table, write_csv)
+        making = Making(PREDICTED, "predicted", settings, predictor.encoder, predictor.embed, table, write_csv)
         embed_with(flags, world, making)
 
 
@@ -170,7 +173,7 @@ def columns_of(head: Head, outputs: Outputs, bound: float) -> dict[str, pa.Array
     sets = prediction_sets(probabilities, bound)
     columns = {"prediction": pa.array(outputs.predictions.tolist(), pa.string())}
     columns |= {f"probability_{name}": pa.array(probabilities[:, n]) for n, name in enumerate(head.classes)}
-    names = [" ".join(name for name, inside in zip(head.classes, row, strict=True) if inside) for row in sets]
+    names = [";".join(name for name, inside in zip(head.classes, row, strict=True) if inside) for row in sets]
     return columns | {"set": pa.array(names, pa.string())}
 
 

@@ -55,8 +55,9 @@ def stock_class(family: Any, of_residues: bool) -> Any:
     return getattr(transformers, family.stock + kind)
 
 
-def open_stock(name: str, task: TaskSpec) -> tuple[Any, dict[str, Any]]:
-    """(transformers' model in fp32 with the task's classes, what loading it says)."""
+def open_stock(name: str, task: TaskSpec, new_head: bool = False) -> tuple[Any, dict[str, Any]]:
+    """(transformers' model in fp32 with the task's classes, what loading it says). new_head: in the place of one of
+    other classes."""
     labels = dict(enumerate(task.classes or ("value",)))
     return stock_class(encoder_family(name), task.of_residues).from_pretrained(
         local_directory(name),
@@ -68,6 +69,7 @@ def open_stock(name: str, task: TaskSpec) -> tuple[Any, dict[str, Any]]:
         trust_remote_code=False,
         attn_implementation="sdpa",
         output_loading_info=True,
+        ignore_mismatched_sizes=new_head,
     )
 
 
@@ -83,7 +85,7 @@ def make_model(args: TuningFlags, task: TaskSpec) -> Any:
     if dropout := dropout_of(config):
         logger.info("Trained with the dropout of config.json: %s", ", ".join(f"{n} {p}" for n, p in dropout.items()))
     torch.manual_seed(args.seed)
-    model, loading = open_stock(name, task)
+    model, loading = open_stock(name, task, new_head=True)
     if lacking := sorted(
         key for key in loading["missing_keys"] if not key.startswith(("classifier.", "score.", "esm.contact_"))
     ):

@@ -189,9 +189,10 @@ def rows_of(part: list[Protein], encoder: Encoder) -> list[Protein]:
 @dataclass(frozen=True)
 class Making:
     """What is made of each part: embeddings; another script's own has the same arguments. settings: what it depends on
-    besides the flags; finish: called with the directory that has all parts."""
+    besides the flags; finish: called with the directory that has all parts; done: of proteins, for the log."""
 
     output: str = OUTPUT
+    done: str = "embedded"
     settings: dict = field(default_factory=dict)
     encoder: Callable[..., Encoder] = Encoder
     embed: Callable[..., list[Tensor]] = embed_part
@@ -301,4 +302,4 @@ def embed_with(args: EmbeddingFlags, world: World, making: Making = EMBEDDINGS) 
                 making.finish(directory)
                 build.results |= asdict(totals)
                 stack.close()  # publishes
-    logger.info("%s proteins of %s residues embedded", f"{totals.proteins:,}", f"{totals.residues:,}")
+    logger.info("%s proteins of %s residues %s", f"{totals.proteins:,}", f"{totals.residues:,}", making.done)

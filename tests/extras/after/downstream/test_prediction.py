@@ -72,7 +72,7 @@ def test_predictions_of_held_out_proteins_are_the_probes_own(model, fasta, label
             chances = {name[12:]: float(value) for name, value in mine.items() if name.startswith("probability_")}
             assert sum(chances.values()) == pytest.approx(1)
             assert max(chances, key=chances.get) == mine["prediction"]
-            inside.append(row["label"] in mine["set"].split())
+            inside.append(row["label"] in mine["set"].split(";"))
     assert np.mean(inside) >= 0.9  # on these, by construction
     assert kind != "number" or np.mean(inside) < 0.98
 
@@ -97,6 +97,14 @@ def test_predictions_of_held_out_proteins_are_the_fine_tuned_models_own(model, f
             assert mine["prediction"] == row["prediction"]
     results = json.loads((tmp_path / "tuned" / "results.json").read_text())
     assert ("calibration" in results) == (kind != "number")
+
+
+def test_fine_tuned_model_gets_a_new_head_for_other_labels(model, fasta, labels, tmp_path):
+    for begin, kind in ((model, "class"), (tmp_path / "class" / "model", "number")):
+        given = ("--model_name_or_path", begin, "--dataset", labels[kind], "--output_dir", tmp_path / kind)
+        call(FINETUNE, *given, *TUNING, "--full", "True")
+    first = predict(tmp_path / "number", fasta, tmp_path / "out", "--coverage", 0.8)[0]
+    assert [*first] == ["id", "prediction", "low", "high"]
 
 
 def test_long_protein_is_joined_of_windows_as_its_embeddings_are(model, fasta, labels, tmp_path):
