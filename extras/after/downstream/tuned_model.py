@@ -143,8 +143,9 @@ class Tuned:
     def encoder(self, flags: EmbeddingFlags, device: torch.device) -> Encoder:
         """The encoder that this project runs, with the merged weights. flags: those of `base`, which is here now."""
         name = str(flags.model_name_or_path)
-        stock, _ = open_stock(name, self.task)
-        if (self.directory / MODEL / ADAPTER_CONFIG).is_file():
+        has_adapter = (self.directory / MODEL / ADAPTER_CONFIG).is_file()
+        stock, _ = open_stock(name, self.task, new_head=has_adapter)  # which has the head
+        if has_adapter:
             from peft import PeftModel
 
             stock = PeftModel.from_pretrained(stock, str(self.directory / MODEL)).merge_and_unload()

@@ -100,11 +100,18 @@ def test_predictions_of_held_out_proteins_are_the_fine_tuned_models_own(model, f
 
 
 def test_fine_tuned_model_gets_a_new_head_for_other_labels(model, fasta, labels, tmp_path):
-    for begin, kind in ((model, "class"), (tmp_path / "class" / "model", "number")):
-        given = ("--model_name_or_path", begin, "--dataset", labels[kind], "--output_dir", tmp_path / kind)
-        call(FINETUNE, *given, *TUNING, "--full", "True")
-    first = predict(tmp_path / "number", fasta, tmp_path / "out", "--coverage", 0.8)[0]
-    assert [*first] == ["id", "prediction", "low", "high"]
+    pytest.importorskip("peft", reason="./install.sh --finetune")
+    tuned = tmp_path / "class" / "model"
+    for begin, kind, out, full in (
+        (model, "class", "class", True),
+        (tuned, "number", "full", True),
+        (tuned, "number", "lora", False),
+    ):
+        given = ("--model_name_or_path", begin, "--dataset", labels[kind], "--output_dir", tmp_path / out)
+        call(FINETUNE, *given, *TUNING, "--full", str(full))
+    for out in ("full", "lora"):
+        first = predict(tmp_path / out, fasta, tmp_path / f"of_{out}", "--coverage", 0.8)[0]
+        assert [*first] == ["id", "prediction", "low", "high"]
 
 
 def test_long_protein_is_joined_of_windows_as_its_embeddings_are(model, fasta, labels, tmp_path):
