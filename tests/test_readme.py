@@ -56,7 +56,7 @@ def test_readme_table_has_commands_that_are_typed():
     }
     table = README[README.index("## What you can do") : README.index("## How it compares")]
     commands = re.findall(r"\| `(.+)` \|$", table.replace("\\|", "|"), re.M)
-    assert len(commands) == 11
+    assert len(commands) == 15
     assert [command for command in commands[1:] if command not in lines] == []
     assert commands[0] == "./quickstart.sh --fasta my_proteins.fasta"  # test_quickstart_trains_and_resumes
 
