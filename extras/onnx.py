@@ -52,10 +52,11 @@ def load(directory: str) -> Outputs:
     from transformers import AutoConfig, EsmForMaskedLM
 
     try:
-        kind = AutoConfig.from_pretrained(directory).model_type
+        kind = AutoConfig.from_pretrained(directory, trust_remote_code=False).model_type
         if kind != "esm":
             raise UserError(f"{directory}: model_type {kind}: extras.onnx writes ESM-2 (esm) alone")
-        model = EsmForMaskedLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+        options = {"attn_implementation": "eager", "dtype": torch.float32, "trust_remote_code": False}
+        model = EsmForMaskedLM.from_pretrained(directory, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{directory}: not a model of transformers: {str(error).splitlines()[0]}") from None
     return Outputs(model).eval()

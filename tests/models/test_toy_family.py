@@ -100,4 +100,5 @@ def test_registry_names_a_family_by_model_type(toy, monkeypatch, tmp_path):
     assert encoder_family("facebook/esm2_t6_8M_UR50D") is esm2
     assert not ModelFlags(model_type="toy").resolve().config_name  # no published size: --config_name is asked for
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert encoder_family(str(model)) is esm2  # a decoder is no encoder
+    with pytest.raises(UserError, match="model: a decoder, where an encoder is read"):
+        encoder_family(str(model))

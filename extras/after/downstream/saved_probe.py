@@ -24,6 +24,7 @@ PROBE = "probe"  # directory in --output_dir
 ABOUT, ARRAYS = "probe.json", "probe.safetensors"
 FORMAT = 1
 LINEAR = ("mean", "scale", "weights", "bias")
+FAR = 1e9  # of standardised features
 OF_PROCESS = ("points", "alpha", "cholesky", "kernel", "labels")  # with mean and scale
 
 
@@ -89,7 +90,9 @@ def saved_probe(label_column: str, kind: str, evaluation: Evaluation, fitted_on:
     if kind == "gp":
         signal, noise = last.kernel_.k1, last.kernel_.k2.noise_level
         kernel = np.array([signal.k1.constant_value, signal.k2.length_scale, noise])
-        of_labels = np.array([last._y_train_mean, last._y_train_std])
+        # Far from all points the process knows the mean and the deviation of the labels alone.
+        mean, deviation = last.predict(np.full((1, len(scaler.mean_)), FAR), return_std=True)
+        of_labels = np.array([mean[0], deviation[0] / np.sqrt(kernel[0] + kernel[2])])
         points, alpha, cholesky = last.X_train_, last.alpha_, last.L_
         values = (points, alpha, cholesky, kernel, of_labels)
         arrays |= dict(zip(OF_PROCESS, values, strict=True))

@@ -122,7 +122,7 @@ def test_long_proteins_are_read_in_windows_and_the_unknown_is_not_counted(model)
     [
         ("mutated_sequence\nMKVLAG*\n", "row 2: 'MKVLAG.': . is not an amino acid"),
         ('mutated_sequence\nMKV\n""\n', "row 3: no residues"),
-        ("mutant\nK2del\nA5fs\n", "row 3: 'A5fs' is not a mutation"),
+        ("mutant\nK2del\nA5fs\n", "row 3: 'A5fs' is a stop or frameshift, which has no score: give --leave_out stops"),
         ("mutant,mutated_sequence\nK2del,MKVLAGTWY\n", "row 2: 'K2del' does not make its mutated_sequence"),
         ("mutant,pseudo_log_likelihood\nK2del,1\n", "it has a column 'pseudo_log_likelihood' already"),
         ("mutant,one_pass_log_likelihood_mean\nK2del,1\n", "a column 'one_pass_log_likelihood_mean' already"),
