@@ -164,8 +164,8 @@ def test_lora_of_another_kind_does_not_resume(dataset, given, alone, tmp_path, c
     ("script", "flags"),
     [
         ("train_ddp.py", {"gradient_checkpointing": True}),
-        ("train_fsdp2.py", {"activation_checkpointing": "selective"}),
-        ("train_ddp_cp.py", {}),
+        pytest.param("train_fsdp2.py", {"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
+        pytest.param("train_ddp_cp.py", {}, marks=pytest.mark.slow),
     ],
 )
 def test_lora_on_two_ranks_equals_one(dataset, given, alone, tmp_path, script, flags):
@@ -177,12 +177,14 @@ def test_lora_on_two_ranks_equals_one(dataset, given, alone, tmp_path, script, f
     assert relative_difference(final_weights(out), final_weights(alone)) < 1e-5
 
 
+@pytest.mark.slow
 def test_lora_in_bf16_and_compiled(dataset, given, alone, tmp_path):
     flags = RUN | {"bf16": True, "torch_compile": True, "max_steps": 3}
     train(dataset, tmp_path / "out", model_name_or_path=given, compiler="aot_eager", **flags)
     assert losses(tmp_path / "out") == pytest.approx(losses(alone)[:3], abs=0.02)
 
 
+@pytest.mark.slow
 def test_lora_of_a_decoder(tmp_path):
     text = write_text(tmp_path / "text")
     train_decoder(text, tmp_path / "base", tokenizer="bytes")
@@ -217,7 +219,7 @@ def test_lora_is_refused_in_one_line(dataset, given, tmp_path, flags, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py"])
+@pytest.mark.parametrize("script", ["train_ddp.py", pytest.param("train_fsdp2.py", marks=pytest.mark.slow)])
 def test_dry_run_has_all_weights_and_moments_of_adapters_alone(dataset, tmp_path, script):
     sizes = "num_hidden_layers=1,hidden_size=1024,num_attention_heads=16,intermediate_size=4096"
     flags = {"config_name": "facebook/esm2_t6_8M_UR50D", "config_overrides": sizes, "max_steps": 1}
