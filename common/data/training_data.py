@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from common.hooks import extra
 from common.shape_buckets import most_predicted, sequences_of_packs
 
 logger = logging.getLogger(__name__)
+MOST_ABOVE = 1.25  # tokens of a step, of --tokens_per_step, before that is warned of
 
 EVAL_SEED = 0  # evaluation masks depend neither on --seed nor on the step
 
@@ -223,7 +225,18 @@ def packs_per_step(flags: BatchFlags, mesh: Mesh, pack_tokens: int, saved: int |
         return PacksPerStep.of(packs)
     if flags.tokens_per_step is None:
         return PacksPerStep.of(mesh.dp_size * flags.gradient_accumulation_steps)
-    return PacksPerStep.of(mesh.dp_size * max(1, round(flags.tokens_per_step / (mesh.dp_size * pack_tokens))))
+    packs = mesh.dp_size * max(1, round(flags.tokens_per_step / (mesh.dp_size * pack_tokens)))
+    if packs * pack_tokens > MOST_ABOVE * flags.tokens_per_step:
+        _warn_of_large_steps(packs * pack_tokens, flags.tokens_per_step, flags.tokens_per_step // mesh.dp_size)
+    return PacksPerStep.of(packs)
+
+
+@cache
+def _warn_of_large_steps(tokens: int, asked: int, share: int) -> None:
+    logger.warning(
+        "A step has %s tokens, not the %s of --tokens_per_step: as many ranks need packs of %s (--tokens_per_pack)",
+        *(f"{number:,}" for number in (tokens, asked, share)),
+    )
 
 
 def masked_batches(

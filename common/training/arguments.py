@@ -47,7 +47,11 @@ class DryRunFlags(Flags):
         5.0, "GiB of --device_memory that are left to the CUDA context, NCCL and the allocator's gaps."
     )
 
-    gpu: str | None = flag(None, "With --dry_run: the GPUs of the estimated time. Default: H100.")
+    gpu: str | None = flag(
+        None,
+        "With --dry_run: the GPUs of the estimated time. Default: H100.",
+        choices=("A100", "H100", "H200", "B200"),
+    )
     price_per_gpu_hour: float | None = flag(None, "With --dry_run: of one GPU, in any currency, for the run's price.")
 
     @property

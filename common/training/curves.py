@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from common.cli import UserError
 from common.figures import COLOURS, DEFAULT, MARKERS, TWO_COLUMNS, FigureFlags, figure_style, save_figure
 from common.files.runs import BASELINES, METRICS, read_run_info
 from common.files.safe_files import read_json_lines
@@ -126,9 +127,12 @@ def _marker(points: list) -> str:
 
 
 def read_results(output_dir: Path) -> dict:
-    """all_results.json; {} if it is missing."""
+    """all_results.json; {} if it is missing. UserError if it is damaged."""
     path = output_dir / "all_results.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path}: damaged, {error}: the run's command writes it again") from error
 
 
 def moving_average(values: list[float]) -> list[float]:

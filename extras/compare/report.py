@@ -37,15 +37,19 @@ def markdown(groups: Sequence[Group], paired: Mapping[str, Difference], smallest
 def what_differs(groups: Sequence[Group]) -> str:
     """Flags, data, code and device of each group where they differ; what is the same in all, in a line."""
     different, settings = differences(groups), groups[0].settings
-    blocks = ["Nothing that the runs record differs."] if len(groups) > 1 and not different else []
+    unknown = [group.name for group in groups if not group.runs[0].state]
+    blocks = [] if len(groups) < 2 or different or unknown else ["Nothing that the runs record differs."]
     if different:
         head = ["", *(group.name for group in groups)]
         rows = [[name, *map(_cell, values)] for name, values in different.items()]
         blocks.append("\n".join(aligned([head, *rows], left=len(head))))
-    same = [f"{k} {settings.get(k, 'not recorded')}" for k in ("data", "code", "device") if k not in different]
+    same = ("data", "code", "device") if not unknown else ()
+    same = [f"{name} {settings.get(name, 'not recorded')}" for name in same if name not in different]
     lines = [f"The same in all: {'; '.join(same)}."] if same else []
-    if unknown := [group.name for group in groups if not group.runs[0].state]:
-        lines.append(f"Flags and data of {', '.join(unknown)} are not known before a first checkpoint.")
+    if unknown:
+        lines.append(
+            f"What differs is not known: {', '.join(unknown)} saved no checkpoint, which records flags and data."
+        )
     if ignored := without_effect(groups):
         lines.append(f"Differs too, without effect on the losses: {', '.join(ignored)}.")
     return "\n\n".join([*blocks, *lines])

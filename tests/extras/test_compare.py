@@ -261,7 +261,7 @@ def test_unfinished_run_is_compared_by_its_last_evaluation(tmp_path, capsys, mon
     assert "| stopped_at_step |     | 50  | 50  |" in text
     assert "2.6200" in text
     assert "B and A: no verdict" in text
-    assert "Flags and data of C are not known before a first checkpoint." in text
+    assert "What differs is not known: C saved no checkpoint, which records flags and data." in text
 
 
 def test_best_model_is_compared_at_its_step(tmp_path):

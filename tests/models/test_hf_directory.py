@@ -130,3 +130,9 @@ def test_write_directory_flushes_before_it_renames(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", check)
     write_esm2(tmp_path / "model", shard_bytes=5000)
     assert {path.stat().st_ino for path in (tmp_path, tmp_path / "model", *(tmp_path / "model").iterdir())} <= flushed
+
+
+def test_adapter_is_refused_as_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="; an adapter: predict.py --model takes finetune.py"):
+        model_hash(str(tmp_path))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common.cli import UserError
 from common.figures import FigureFlags
 from common.files.runs import read_run_info
 from common.files.safe_files import JsonLinesLog
@@ -197,3 +198,9 @@ def test_report_draws_other_formats_and_a_new_run_removes_them(tmp_path):
     assert "--figure_format gif: choose png, svg, pdf" in refused.stderr
     clear(tmp_path)
     assert list(tmp_path.glob("training_curves*")) == []
+
+
+def test_damaged_results_are_one_line(tmp_path):
+    (tmp_path / "all_results.json").write_text("garbage")
+    with pytest.raises(UserError, match=r"all_results.json: damaged, .*: the run's command writes it again"):
+        read_results(tmp_path)

@@ -279,5 +279,7 @@ def _weight_files(root: Path) -> list[Path]:
             hint = f"; {other.name} there is pickled: convert it with transformers' save_pretrained" if other else ""
             if next(root.glob("*.distcp"), None):
                 hint = f"; a checkpoint of a run: python -m extras.export {root} OUT makes a model of it"
+            if (root / "adapter_config.json").exists():
+                hint = "; an adapter: predict.py --model takes finetune.py's output, and peft merges it"
             raise UserError(f"{root / name}: no such file; weights are read from safetensors only{hint}")
     return [root / name for name in names]

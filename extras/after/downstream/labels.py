@@ -65,7 +65,8 @@ def read_rows(path: str, where: str, columns: Sequence[str]) -> list[dict[str, s
     names, rows = read_table(path, where)
     for name in columns:
         if name not in names:
-            raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300])
+            hint = ": give --label_column" if name == "label" else ""
+            raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300] + hint)
     return [row | {"line": str(line)} for line, row in enumerate(rows, 2)]
 
 
@@ -354,5 +355,8 @@ def check_splits(task: TaskSpec, examples: Sequence[Example], where: str) -> Non
         raise UserError(f"{where}: all labels of the train split are {min(labels['train'])!r:.40}: nothing to learn")
     for name in SPLITS[1:]:
         if task.classes and (new := sorted(labels[name] - labels["train"])):
-            raise UserError(f"{where}: the class {new[0][:40]!r} of the {name} split is not in train")
+            raise UserError(
+                f"{where}: the class {new[0][:40]!r} of the {name} split is not in train: leave "
+                "its rows out, or give more of them"
+            )
         log_undefined(where, name, labels[name], groups[name])

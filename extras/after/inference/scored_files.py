@@ -17,7 +17,6 @@ from common.files.safe_files import file_name, is_plain_name, read_json, replace
 from extras.after.downstream.outputs import Manifest, Output, writing
 from extras.after.inference.mutant_matrix import (
     SHOWN,
-    WARNING,
     Mutant,
     Shares,
     extremes,
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 RECORD = "scores.json"  # in a directory of --all_single_mutants
 SCRIPT = "score.py"
 EXTREMES = "best_and_worst.csv"  # beside it
-SAID = 20  # matrices whose variance is printed
+SAID, NAMED = 20, 4  # matrices whose variance is printed, and that a warning names
 TABLES = 3  # proteins whose best and worst mutants are printed
 
 
@@ -142,6 +141,7 @@ def log_variance(variance: dict[str, Shares]) -> None:
         logger.info("%s: %s", name, found)
     if len(variance) > SAID:
         logger.info("... and of %s more matrices: %s", f"{len(variance) - SAID:,}", RECORD)
-    alone = sum(found.of_residues_alone for found in variance.values())
-    if alone:
-        logger.warning("%d of %d matrices: %s", alone, len(variance), WARNING)
+    if alone := [name for name, found in variance.items() if found.of_residues_alone]:
+        named = ", ".join(alone[:NAMED]) + (", ..." if len(alone) > NAMED else "")
+        text = "%d of %d matrices say nothing of positions, as the two residues explain nearly all of them: %s"
+        logger.warning(text, len(alone), len(variance), named)

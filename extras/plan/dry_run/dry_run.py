@@ -158,7 +158,7 @@ def _check_fit(args: RunArguments, held: MemoryEstimate, largest: MemoryEstimate
     needed = f"{held.peak / GIB + reserve:.1f} of {args.dry_run.device_memory:g} GiB"
     if held.peak > limit:
         raise UserError(
-            f"packs of {held.tokens:,} tokens do not fit: {needed}; {most}: more ranks, recomputed activations "
-            "(--activation_checkpointing full) or smaller packs take less"
+            f"packs of {held.tokens:,} tokens do not fit: {needed}; {most}: more ranks, recomputed or offloaded "
+            "activations (--activation_checkpointing full, --offload_activations) or smaller packs take less"
         )
     sys.stdout.write(f"It fits: {needed}; {most}\n")

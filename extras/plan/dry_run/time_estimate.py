@@ -127,8 +127,6 @@ def step_plan(args: RunArguments, run: FakeRun) -> StepPlan | str:
 def time_lines(flags: DryRunFlags, steps: int, plan: StepPlan | str) -> list[str]:
     """What is printed. steps: of the run, below 1 where they are not known."""
     name = flags.gpu or MEASURED_ON
-    if name not in GPUS:
-        plan = f"the step model has {', '.join(GPUS)} (--gpu), and not {name}"
     if isinstance(plan, str):
         return [f"No time, energy or price: {plan}."]
     device, ranks = GPUS[name], plan.ranks

@@ -45,7 +45,8 @@ CHAIN_END = CHAIN_ENDS[0]  # the one that is kept
 # Texts with a higher share of these letters are DNA or RNA. In 8,000 proteins of UniRef90 the share is 28 %.
 NUCLEOTIDES, MOST_NUCLEOTIDES = b"ACGTUNacgtun", 0.9
 SAMPLED = 1 << 16  # characters of each batch, to detect nucleotides
-ENOUGH = 1000  # characters, to detect nucleotides or words
+ENOUGH = 1000  # characters, to detect words
+ENOUGH_NUCLEOTIDES = 100
 ENOUGH_TURNS, MOST_TURNS = 20, 0.9  # of capitals and small letters, and their share of the characters
 # Gaps between words a character: more than in any prose. Some tools write proteins with a space after each residue.
 FEWEST_BLANKS, SPACED = 0.1, 0.4
@@ -269,7 +270,8 @@ class Cleaner:
                 refused[number] = (
                     "has / as between chains: write : in its place"
                     if self.chains
-                    else "has : or / as between chains: make a record of each (--chains is of encoders and of step 1)"
+                    else "has : or / as between chains: make a record of each (--chains is of step 1, and of encoders "
+                    "that are trained with it)"
                 )
             else:
                 self.changes.unknown += count
@@ -327,7 +329,7 @@ _warned: list[str] = []  # about nucleotides: once a process
 
 
 def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
-    if len(data) < ENOUGH or _warned:
+    if len(data) < ENOUGH_NUCLEOTIDES or _warned:
         return
     data = data[:SAMPLED]
     share = 1 - len(data.tobytes().translate(None, NUCLEOTIDES)) / len(data)

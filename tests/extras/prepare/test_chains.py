@@ -58,7 +58,7 @@ def test_copies_of_complexes_are_left_out_of_train(tmp_path):
 def test_chains_are_refused_in_one_line_that_names_the_flag(tmp_path):
     write_csv(tmp_path / "csv", COMPLEXES)
     given = ("1.tokenize_uniref_csv.py", "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", *SIZES)
-    assert "has : or / as between chains: make a record of each (--chains is of encoders" in expect_error(*given)
+    assert "has : or / as between chains: make a record of each (--chains is of step 1" in expect_error(*given)
     assert "--chains keep needs --line_by_line True" in expect_error(*given, "--chains=keep", "--line_by_line=False")
 
 
@@ -91,7 +91,7 @@ def test_files_in_place_keep_chains(tmp_path, suffix):
         return [text[a:b] for text, ends in blocks for a, b in zip(ends, ends[1:], strict=False)]
 
     assert read(True) == [*(text for _, text in COMPLEXES), "MKT:AAG", "MKT:AAG"]
-    with pytest.raises(UserError, match="--chains is of encoders"):
+    with pytest.raises(UserError, match="--chains is of step 1, and of encoders"):
         read(False)
     path.write_text(path.read_text().replace("MKTAAY:", "MKTAAY/", 1))
     with pytest.raises(UserError, match="has / as between chains: write : in its place"):
