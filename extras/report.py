@@ -5,6 +5,7 @@ python -m extras.report OUTPUT_DIR [--figure_format png svg pdf] [--dpi N]
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from common.cli import UserError, run
@@ -15,6 +16,7 @@ from common.training.curves import PlotLabels, draw_curves, read_results
 from common.training.verdict import held_out_key, held_out_prefixes, verdicts
 from extras.command_line import words_and_flags
 
+logger = logging.getLogger(__name__)
 PROGRAM = "python -m extras.report"
 NAMES = {"unigram": "unigram predictor", "neighbours": "neighbour predictor"}
 
@@ -58,6 +60,8 @@ def main() -> None:
     if not results and not rows:
         raise UserError(f"{output_dir}: no run there: it has neither metrics.jsonl nor all_results.json")
     pictures = draw_curves(output_dir, flags)
+    if not pictures:
+        logger.warning("%s: nothing to draw a curve of: no picture", output_dir / METRICS)
     if not results:
         last = rows[-1]
         loss = next((f", training loss {row['loss']:.4f}" for row in reversed(rows) if "loss" in row), "")

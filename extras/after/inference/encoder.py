@@ -91,7 +91,7 @@ def look_through(fasta: str, alphabet: Alphabet = ESM2_TOKENS, flags: ProteinFla
         is_unknown = alphabet.ids_of(data) == alphabet.unknown
         unknown = np.add.reduceat(is_unknown, offsets[:-1], dtype=np.int64)  # texts are not empty
         totals.proteins += rows.num_rows
-        totals.residues += len(is_unknown)
+        totals.residues += len(is_unknown) - (int((data == ord(":")).sum()) if alphabet.chains else 0)
         totals.unknown += int(unknown.sum())
         totals.with_unknown += int(np.count_nonzero(unknown))
         ids.append(hash_bytes(*characters(rows.column("id"))))

@@ -14,6 +14,7 @@ from common.cli import UserError
 from common.models.esm2.alphabet import ESM2_TOKENS, MASK
 from common.models.esm2.config import esm2_config
 from extras.after.inference.chains import letters_of, named_chains, of_chains
+from extras.after.inference.encoder import alphabet_of, look_through
 from extras.after.inference.mutation_scores import parse_variant
 from tests.data_fixtures import call, load_script, write_fasta
 
@@ -71,6 +72,7 @@ def test_embeddings_of_each_chain_see_the_others(model, tmp_path, per_residue):
     )
     rows = pq.read_table(tmp_path / "embeddings/part-00000.parquet").to_pylist()
     assert [row["id"] for row in rows] == ["fab_A", "fab_B", "lone", "three_A", "three_B", "three_C"]
+    assert look_through(str(fasta), alphabet_of(str(directory))).residues == sum(row["length"] for row in rows)
     assert [row["length"] for row in rows] == [20, 20, 20, 20, 3, 20]
     stock, expected = EsmForMaskedLM.from_pretrained(directory).eval(), []
     for _, text in RECORDS:
