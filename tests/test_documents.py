@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from extras.after.adapting.one_protein import CAN_HURT
-from extras.after.inference.mutant_matrix import WARNING as SAYS_NOTHING
+from extras.after.inference.scored_files import SAY_NOTHING
 from extras.prepare.sample import write_structures
 from extras.prepare.synthetic_structures import COIL_STRUCTURES, coil_structures
 from tests.conftest import ROOT
@@ -24,7 +24,7 @@ TYPED = [page for page in PAGES if blocks(page.read_text(), "bash")]
 # A block without a language is no command: a picture, a log, a list of names.
 PROGRAMS = "python3?|torchrun|docker|kubectl|sbatch|helm|pip|hf|mmseqs|source|export"
 EMPTY_SHARD = "this one is empty; fewer do as well"
-EXPECTED = (SAYS_NOTHING, EMPTY_SHARD, CAN_HURT)
+EXPECTED = (SAY_NOTHING, EMPTY_SHARD, CAN_HURT)
 COMMAND = re.compile(rf"^\s*([A-Z_]+=\S+ )?((\./|slurm/|kubernetes/)\w+\.sh|({PROGRAMS})\b)")
 
 

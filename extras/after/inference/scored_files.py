@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 RECORD = "scores.json"  # in a directory of --all_single_mutants
 SCRIPT = "score.py"
 EXTREMES = "best_and_worst.csv"  # beside it
+SAY_NOTHING = "say nothing of positions, as the two residues explain nearly all of them"
 SAID, NAMED = 20, 4  # matrices whose variance is printed, and that a warning names
 TABLES = 3  # proteins whose best and worst mutants are printed
 
@@ -143,5 +144,4 @@ def log_variance(variance: dict[str, Shares]) -> None:
         logger.info("... and of %s more matrices: %s", f"{len(variance) - SAID:,}", RECORD)
     if alone := [name for name, found in variance.items() if found.of_residues_alone]:
         named = ", ".join(alone[:NAMED]) + (", ..." if len(alone) > NAMED else "")
-        text = "%d of %d matrices say nothing of positions, as the two residues explain nearly all of them: %s"
-        logger.warning(text, len(alone), len(variance), named)
+        logger.warning("%d of %d matrices %s: %s", len(alone), len(variance), SAY_NOTHING, named)
