@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from common.cli import UserError, one_line
@@ -164,6 +165,8 @@ def read(name: str) -> Alphabet:
     import yaml
 
     where = f"--alphabet {name}"
+    if not Path(name).is_file():
+        raise UserError(f"{where}: no such file")
     try:
         with open(name, encoding="utf-8") as file:
             content = yaml.safe_load(file.read(LARGEST_FILE))

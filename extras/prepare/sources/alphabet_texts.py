@@ -61,6 +61,7 @@ class AlphabetCleaner(Cleaner):
     def _misplaced(self, data: np.ndarray, offsets: np.ndarray, name: Callable[[int], str]) -> dict[int, str]:
         """Records with characters side by side that are no token, or a token before the end that ends a text."""
         alphabet, width = self.alphabet, self.alphabet.width
+        of_none = f"is none of the alphabet {alphabet.name} ({alphabet.letters[alphabet.residues[0]]}, ...)"
         ids, bounds = alphabet.ids_of(data), offsets // width
         is_ambiguous = self.is_ambiguous[data].reshape(-1, width).any(1)
         refused: dict[int, str] = {}
@@ -70,7 +71,7 @@ class AlphabetCleaner(Cleaner):
         for place in np.flatnonzero(((ids == alphabet.unknown) & ~is_ambiguous) | early).tolist():
             number = int(texts_of(np.array([place]), bounds)[0])
             token = data[place * width : (place + 1) * width].tobytes().decode("latin-1")
-            what = "may only be the last" if early[place] else f"is none of the alphabet {alphabet.name}"
+            what = "may only be the last" if early[place] else of_none
             refused.setdefault(number, f"has {token} as token {place - bounds[number] + 1:,}, which {what}")
         self._count_ambiguous(is_ambiguous, bounds, name, refused)
         return refused
