@@ -29,8 +29,7 @@ from common.flags import Flags, Missing, flag, flat, parse_arguments
 from common.models.layers.hf_directory import model_hash
 from extras.after.downstream.outputs import Output, claimed
 from extras.after.downstream.results import to_open
-from extras.after.inference.embedded import check_made_from, facts_of, parts_of
-from extras.after.inference.embedding import EmbeddingFlags, embed_all
+from extras.after.inference.embedded import check_made_from, embed_into, facts_of, parts_of
 from extras.after.inference.exported import exported
 from extras.after.maps.clusters import descriptions_of
 from extras.after.maps.results import MapFlags, make_map, summary, write_map
@@ -98,17 +97,7 @@ def hashes_of(args: Arguments) -> dict[str, Any]:
 
 def embedded_by(args: Arguments, fasta: str, stack: ExitStack) -> str:
     """A temporary --output_dir of embed.py."""
-    directory = stack.enter_context(TemporaryDirectory(prefix="map-"))
-    flags = EmbeddingFlags(
-        args.model_name_or_path,
-        fasta=fasta,
-        output_dir=directory,
-        bf16=args.bf16,
-        use_cpu=args.use_cpu,
-        proteins=args.proteins,
-    )
-    embed_all(flags, World.from_environment(args.use_cpu))
-    return directory
+    return embed_into(stack.enter_context(TemporaryDirectory(prefix="map-")), args, fasta)
 
 
 def work(args: Arguments, hashes: dict[str, Any], output: Output, stack: ExitStack) -> None:

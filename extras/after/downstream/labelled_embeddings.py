@@ -11,15 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.cli import UserError
-from common.distributed.world import World
 from common.models.layers.hf_directory import model_hash
 from extras.after.downstream.groups import groups_of
 from extras.after.downstream.labels import place_of, read_rows, sequences_of, usable_rows
 from extras.after.downstream.probe_flags import ProbeFlags
 from extras.after.downstream.probes import Labelled, labelled
 from extras.after.downstream.saved_probe import Source
-from extras.after.inference.embedded import check_made_from, facts_of, parts_of, read_tables, vectors_in
-from extras.after.inference.embedding import EmbeddingFlags, embed_all
+from extras.after.inference.embedded import check_made_from, embed_into, facts_of, parts_of, read_tables, vectors_in
+from extras.after.inference.embedding import EmbeddingFlags
 from extras.prepare.sources.proteins import proteins_of
 
 POSITION = "position"  # column
@@ -30,17 +29,8 @@ def embeddings_of(args: ProbeFlags, ids: set[str], per_residue: bool) -> dict[st
     if args.embeddings:
         return read_embeddings(args, ids)
     with TemporaryDirectory(prefix="probe-") as directory:
-        flags = EmbeddingFlags(
-            args.model_name_or_path,
-            fasta=args.fasta,
-            output_dir=directory,
-            per_residue=per_residue,
-            bf16=args.bf16,
-            use_cpu=args.use_cpu,
-            proteins=args.proteins,
-        )
-        embed_all(flags, World.from_environment(args.use_cpu))
-        return read_embeddings(replace(args, embeddings=directory), ids)
+        embeddings = embed_into(directory, args, str(args.fasta), per_residue)
+        return read_embeddings(replace(args, embeddings=embeddings), ids)
 
 
 def source_of(args: ProbeFlags, per_residue: bool) -> Source:

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.cli import UserError, one_line
+from common.distributed.world import World
 from common.files.content_hash import content_hash
-from extras.after.inference.embedding import OUTPUT
+from extras.after.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 from extras.after.inference.encoder import part_path
+
+
+def embed_into(directory: str, args: Any, fasta: str, per_residue: bool = False) -> str:
+    """Write there what embed.py writes; returns the directory. args: of a script that has these flags of embed.py."""
+    flags = EmbeddingFlags(
+        args.model_name_or_path,
+        fasta=fasta,
+        output_dir=directory,
+        per_residue=per_residue,
+        bf16=args.bf16,
+        use_cpu=args.use_cpu,
+        proteins=args.proteins,
+    )
+    embed_all(flags, World.from_environment(args.use_cpu))
+    return directory
 
 
 def parts_of(embeddings: str, given: str = "--embeddings") -> list[Path]:
