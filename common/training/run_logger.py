@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -184,8 +184,8 @@ class RunLogger:
     @contextmanager
     def progress_bar(self, total: int, done: int) -> Iterator[tqdm]:
         """A bar of the steps, on a terminal; log lines are written above it."""
-        hidden = self.flags.disable_tqdm or not self.world.is_main
-        with logging_redirect_tqdm(), console.bar(total, "steps", hidden, initial=done, leave=True) as bar:
+        bar = console.bar(total, "steps", self.flags.disable_tqdm or not self.world.is_main, initial=done, leave=True)
+        with bar, nullcontext() if bar.disable else logging_redirect_tqdm():  # writes a line's end by itself
             yield bar
 
     def track(self, config: dict, first_row: int | None, anew: bool) -> None:
