@@ -47,6 +47,7 @@ from extras.after.downstream.contacts import (
     LEAST,
     Features,
     Head,
+    attention_features,
     chain_features,
     fit,
     head_of,
@@ -60,8 +61,9 @@ from extras.after.downstream.outputs import Manifest, claimed
 from extras.after.downstream.results import RESULTS, to_open
 from extras.after.downstream.structures import LONGEST, Chain, read_structures, structure_files
 from extras.after.inference.contexts import ContextFlags, Contexts, Sources, check_family
-from extras.after.inference.encoder import Encoder, EncoderFlags, alphabet_of
+from extras.after.inference.encoder import INT8, Encoder, EncoderFlags, alphabet_of
 from extras.after.inference.exported import exported
+from extras.after.inference.int8 import check_int8, first, fit_linears
 from extras.prepare.sources.proteins import ProteinFlags, read_proteins
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class Arguments(Flags):
     maps: int = flag(10, "Draw at most so many maps.")
     overwrite: bool = flag(False, "Replace an earlier output there; other files in OUTPUT_DIR stay.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
+    int8: bool = flag(False, INT8)
     context: ContextFlags = field(default_factory=ContextFlags)
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
     figures: FigureFlags = field(default_factory=FigureFlags)
@@ -101,6 +104,12 @@ class Arguments(Flags):
             raise UserError("--fit: needs --structures to fit to")
         if self.fasta and not Path(self.fasta).is_file():
             raise UserError(f"--fasta {self.fasta}: no such file")
+        if self.int8:
+            check_int8(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu")
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -212,7 +221,7 @@ def predict(
 def identity(args: Arguments, model: str, chains: list[Chain]) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model, structures, FASTA file and homologs."""
     made_from: dict[str, Any] = {"script": "contacts.py", "fit": args.fit, "maps": args.maps} | args.proteins.given
-    made_from |= args.figures.given
+    made_from |= args.figures.given | ({"int8": True} if args.int8 else {})
     made_from["model_hash"] = model_hash(model)
     if args.structures:
         paths = structure_files(args.structures)
@@ -238,12 +247,14 @@ def load(args: Arguments, name: str, device: torch.device, chains: list[Chain]) 
         from extras.after.downstream.stock_model import read_stock_model
 
         model = read_stock_model(name, device)
+        if args.int8:
+            fit_linears(model, lambda: [attention_features(model, ids) for ids in first(c.ids for c in chains)])
         if (alphabet := alphabet_of(name)).chains:
             return head_of(model), partial(complex_features, model, alphabet)
         return head_of(model), partial(chain_features, model)
     from extras.after.downstream.set_contacts import SetFeatures
 
-    flags = EncoderFlags(name, max_seq_length=LONGEST + MOST_SPECIAL, use_cpu=args.use_cpu)
+    flags = EncoderFlags(name, max_seq_length=LONGEST + MOST_SPECIAL, use_cpu=args.use_cpu, int8=args.int8)
     encoder = Encoder(flags, device)
     if not args.context.homologs:
         return None, SetFeatures(encoder)
@@ -257,7 +268,6 @@ def main() -> None:
     inputs = {f"--{name}": getattr(args, name) for name in ("model_name_or_path", "structures", "fasta")}
     inputs |= {"--homologs": args.context.homologs, "--homologs_fasta": args.context.homologs_fasta}
     earlier = Manifest.of_earlier(directory, "head", TABLE)
-    device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
     with ExitStack() as stack:
         name = exported(str(args.model_name_or_path), stack)
         check_model(args, name)
@@ -271,7 +281,7 @@ def main() -> None:
         output = stack.enter_context(claimed(directory, inputs, made_from, args.overwrite, earlier))
         if output is None:
             return
-        head, features_of = load(args, name, device, chains)
+        head, features_of = load(args, name, args.device, chains)
         with output.replaced() as temporary:
             results = (predict if args.fasta else evaluate)(args, head, features_of, chains, temporary)
             about = {"arguments": asdict(args), "model_hash": made_from["model_hash"]}

@@ -142,6 +142,8 @@ class Arguments(EncoderFlags):
                 raise UserError(f"--leave_out {kind}: choose of {', '.join(KINDS)}")
         if self.adaptation.adapt and self.context.homologs:
             raise UserError("--adapt: trains on one protein alone, and --homologs reads others with it: drop one")
+        if self.adaptation.adapt and self.int8:
+            raise UserError("--adapt: trains the model, which --int8 only reads: drop one")
         for name in self.inputs:
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
@@ -182,7 +184,7 @@ def identity(args: Arguments, hashes: dict[str, str], model: str) -> dict[str, A
         encoder_family(model).load_config(model)
     made_from = hashes | {"model_hash": model_hash(model)} | {name: getattr(args, name) for name in SETTINGS}
     made_from |= args.proteins.given | args.context.given | args.adaptation.given | args.figures.given
-    later = {"measured_column": args.measured_column, "leave_out": sorted(args.leave_out or ())}
+    later = {"measured_column": args.measured_column, "leave_out": sorted(args.leave_out or ()), "int8": args.int8}
     return made_from | {name: value for name, value in later.items() if value}
 
 
@@ -191,6 +193,7 @@ def check_decoder(args: Arguments) -> None:
     given = {
         "homologs": bool(args.context.homologs),
         "adapt": args.adaptation.adapt,
+        "int8": args.int8,
         "max_seq_length": args.max_seq_length != Arguments.max_seq_length,
         "wild_type_marginal_only": args.wild_type_marginal_only,
     }

@@ -104,6 +104,25 @@ def onednn_linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
+def onednn_int8_weight(weight: torch.Tensor) -> Any:
+    """An int8 weight [out, in] in oneDNN's layout. `onednn.qlinear_prepack`: torch 2.11 to 2.13, x86."""
+    import torch
+
+    return torch.ops.onednn.qlinear_prepack(weight, None)
+
+
+def onednn_int8_linear(codes: torch.Tensor, zero: int, weight: Any, scales: torch.Tensor) -> torch.Tensor:
+    """(codes [n, in] uint8 - zero) @ weight.T * scales [out], fp32 [n, out]; weight: of `onednn_int8_weight`.
+
+    `onednn.qlinear_pointwise`: torch 2.11 to 2.13, x86.
+    """
+    import torch
+
+    zeros = torch.zeros(len(scales), dtype=torch.int32)
+    made = (None, 1.0, 0, torch.float32, "none", [], "")  # without bias, of scale 1, nothing done afterwards
+    return torch.ops.onednn.qlinear_pointwise(codes, 1.0, zero, weight, scales, zeros, *made)
+
+
 def assume_constant_result(function: Callable) -> Callable:
     """torch.compiler.assume_constant_result, without importing the compiler.
 

@@ -84,20 +84,20 @@ class Cpu:
         if "bf16" in self.flags:  # ARM
             return True
         has_instructions = bool({"avx512_bf16", "amx_bf16"} & self.flags)
-        return has_instructions and _onednn_level(environment) not in _ONEDNN_WITHOUT_BF16
+        return has_instructions and onednn_level(environment) not in _ONEDNN_WITHOUT_BF16
 
     def multiplies_fp32_by_onednn(self, environment: Mapping[str, str]) -> bool:
         """Whether oneDNN has wider vectors here than MKL, which takes its AVX2 path on processors not of Intel's.
 
         With vectors of one width MKL is the faster of the two, and torch's own choice.
         """
-        if not self.flags >= _AVX512 or _onednn_level(environment) in _ONEDNN_WITHOUT_AVX512:
+        if not self.flags >= _AVX512 or onednn_level(environment) in _ONEDNN_WITHOUT_AVX512:
             return False
         mkl_is_limited = environment.get("MKL_ENABLE_INSTRUCTIONS", "").lower() in _MKL_WITHOUT_AVX512
         return self.vendor != "GenuineIntel" or mkl_is_limited
 
 
-def _onednn_level(environment: Mapping[str, str]) -> str:
+def onednn_level(environment: Mapping[str, str]) -> str:
     return environment.get("ONEDNN_MAX_CPU_ISA", environment.get("DNNL_MAX_CPU_ISA", "all")).lower()
 
 

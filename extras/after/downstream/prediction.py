@@ -29,8 +29,9 @@ from extras.after.downstream.probe_fits import Outputs
 from extras.after.downstream.saved_probe import ABOUT, PROBE, probes_hash, read_probes
 from extras.after.downstream.tuned_model import is_tuned, read_tuned
 from extras.after.inference.embedding import EmbeddingFlags, Making, embed_part, embed_with
-from extras.after.inference.encoder import Encoder, Facts, Protein
+from extras.after.inference.encoder import INT8, Encoder, EncoderFlags, Facts, Protein
 from extras.after.inference.exported import exported
+from extras.after.inference.int8 import check_int8
 from extras.prepare.output_directory import refuse_inputs
 from extras.prepare.sources.proteins import ProteinFlags
 
@@ -52,6 +53,7 @@ class PredictionFlags(Flags):
     coverage: float = flag(COVERAGE, "How often the interval, or the set of classes, is to hold the truth.")
     tokens_per_pack: int = flag(4096, "Tokens per forward pass; more need more memory.")
     proteins_per_part: int = flag(1000, "Proteins in a file; at most so many are lost when the run is stopped.")
+    int8: bool = flag(False, INT8)
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
     overwrite: bool = flag(False, "Replace existing tables.")
     proteins: ProteinFlags = field(default_factory=ProteinFlags)
@@ -66,6 +68,8 @@ class PredictionFlags(Flags):
 
     def check(self) -> None:
         self.require_at_least(1, "tokens_per_pack", "proteins_per_part")
+        if self.int8:
+            check_int8(EncoderFlags(use_cpu=self.use_cpu).device)
         if not 0 < self.coverage < 1:
             raise UserError(f"--coverage {self.coverage:g}: must be above 0 and below 1")
         if not Path(str(self.fasta)).is_file():
@@ -125,7 +129,7 @@ def of_probe(args: PredictionFlags, directory: Path) -> Predictor:
         raise UserError(f"--model {directory}: of embeddings by embed.py: give its model as --model_name_or_path")
     if "contexts" in source.settings:
         raise UserError(f"--model {directory}: of embeddings with --homologs, which predict.py does not read")
-    names = ("max_seq_length", "bf16", "per_residue", "pooling")
+    names = ("max_seq_length", "bf16", "int8", "per_residue", "pooling")
     settings = {name: source.settings[name] for name in names if name in source.settings}
     layers = None if source.layer is None else [source.layer]
     return Predictor(model, source.model_hash, settings | {"repr_layers": layers}, probes, probes_hash(directory))
@@ -152,7 +156,7 @@ def predict_all(args: PredictionFlags, world: World) -> None:
             proteins_per_part=args.proteins_per_part,
             overwrite=args.overwrite,
             proteins=args.proteins,
-            **predictor.settings,
+            **(predictor.settings | ({"int8": True, "bf16": False} if args.int8 else {})),
         )
 
         def table(rows: list[Protein], features: list[Tensor], facts: Facts, *_: Any) -> pa.Table:

@@ -45,7 +45,7 @@ from extras.prepare.sources.proteins import ProteinFlags, proteins_of
 
 logger = logging.getLogger(__name__)
 SETTINGS = ("max_seq_length", "bf16", "per_residue", "proteins_per_part")  # that the content of the files depends on
-LATER_SETTINGS = ("pooling", "repr_layers")  # recorded if they are not the default: earlier outputs have none
+LATER_SETTINGS = ("pooling", "repr_layers", "int8")  # recorded if they are not the default: earlier outputs have none
 POOLINGS = ("mean", "cls", "max")
 LAST = -1  # layer
 OUTPUT = "embeddings"  # directory in --output_dir
@@ -142,6 +142,9 @@ def begin(
         totals.report(f"--fasta {args.fasta}")
     with world.raise_together():
         encoder = making.encoder(args, world.device)
+        encoder.fit_int8(
+            encoder.alphabet.encode(text) for _, text in proteins_of(args.fasta, args.proteins, encoder.alphabet)
+        )
     with world.on_main_rank() as is_main:
         if is_main:
             if model_hash(args.model_name_or_path) != made_from["model_hash"]:

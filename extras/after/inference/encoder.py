@@ -109,6 +109,9 @@ Progress = Callable[[int], None]
 Item = TypeVar("Item")
 
 
+INT8 = "Matmuls of 8-bit integers: faster on CPUs with VNNI or AMX, two digits."
+
+
 @dataclass
 class EncoderFlags(Flags):
     """The model, and how to run it."""
@@ -125,6 +128,7 @@ class EncoderFlags(Flags):
     )
     tokens_per_pack: int = flag(4096, "Tokens per forward pass; more need more memory.")
     bf16: bool = flag(False, "Compute in bfloat16: faster on GPUs and some CPUs, three digits.")
+    int8: bool = flag(False, INT8)
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
 
     def missing(self) -> Iterator[Missing]:
@@ -134,6 +138,10 @@ class EncoderFlags(Flags):
     def check(self) -> None:
         self.require_at_least(8, "max_seq_length")
         self.require_at_least(1, "tokens_per_pack")
+        if self.int8:
+            from extras.after.inference.int8 import check_int8
+
+            check_int8(self.device, self.bf16)
 
     @property
     def device(self) -> torch.device:
@@ -172,9 +180,19 @@ class Encoder:
             raise UserError(f"{flags.model_name_or_path}: its family has no letters to encode proteins with")
         self.alphabet: Alphabet = tokens
         self.model: Any = loaded(family, config, pieces, self.device)
+        self._to_fit = flags.int8
         if stock is None:
             size = (config.num_hidden_layers, config.hidden_size)
             logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
+
+    def fit_int8(self, sequences: Iterable[np.ndarray]) -> None:
+        """With --int8, once: see `int8.fit_int8`. Without this call the first sequences that are read are taken."""
+        if self._to_fit:
+            from extras.after.inference.int8 import check_int8, fit_int8
+
+            check_int8(self.device, self.flags.bf16)
+            self._to_fit = False
+            fit_int8(self, sequences)
 
     @torch.inference_mode()
     def read(self, homologs: Sequence[bytes]) -> Any:
@@ -183,6 +201,7 @@ class Encoder:
         if not homologs:
             return None
         tokens = [self.alphabet.encode(residues) for residues in homologs]
+        self.fit_int8(tokens)
         ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)
         ends = torch.from_numpy(np.cumsum([0, *map(len, tokens)], dtype=np.int32)).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
@@ -241,6 +260,7 @@ class Encoder:
         of_layers: Callable[[], list[Tensor]] | None = None,
         context: Any = None,
     ) -> list[Tensor]:
+        self.fit_int8(sequences)
         results: list[Tensor | None] = [None] * len(sequences)
         for pack in packs([len(sequence) for sequence in sequences], self.flags.tokens_per_pack):
             lengths = [len(sequences[number]) for number in pack]

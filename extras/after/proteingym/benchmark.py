@@ -89,13 +89,13 @@ def identity(args: GymFlags, reference: Reference) -> dict[str, Any]:
     settings: dict[str, Any] = {"bf16": args.bf16, "one_pass": args.wild_type_marginal_only}
     if is_decoder(model):
         is_long = args.max_seq_length != GymFlags.max_seq_length
-        given = {"max_seq_length": is_long, "wild_type_marginal_only": args.wild_type_marginal_only}
+        given = {"max_seq_length": is_long, "wild_type_marginal_only": args.wild_type_marginal_only, "int8": args.int8}
         refuse_flags_of_encoders(model, given)
         settings |= {"directions": directions_of(model, args.decoder), "count_ends": args.decoder.count_ends}
     else:
         args.decoder.refuse()
         config_for_proteins(model)
-        settings |= {"max_seq_length": args.max_seq_length}
+        settings |= {"max_seq_length": args.max_seq_length} | ({"int8": True} if args.int8 else {})
     hashes = {"model_hash": model_hash(model), "reference_hash": content_hash(str(args.reference))}
     return {"script": SCRIPT} | settings | hashes | {"assays_hash": combined_hash(a.path for a in reference.assays)}
 
