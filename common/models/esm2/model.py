@@ -61,7 +61,8 @@ class Embeddings(nn.Module):
         super().__init__()
         self.token_dropout, self.residual = config.token_dropout, residual
         self.mask = getattr(config, "mask_token_id", MASK)
-        self.word_embeddings = nn.Embedding(padded(getattr(config, "vocab_size", PADDED_VOCAB)), config.hidden_size)
+        rows = torch.empty(padded(getattr(config, "vocab_size", PADDED_VOCAB)), config.hidden_size)
+        self.word_embeddings = nn.Embedding.from_pretrained(rows, freeze=False)  # drawing on meta imports the compiler
 
     def forward(
         self,
@@ -267,6 +268,5 @@ def build_model(
     """A freshly initialised fp32 model on `device`."""
     with torch.device("meta"):
         model = Esm2ForMaskedLM(config, backend)
-    model.to_empty(device=device)
-    initialise(model, seed, config.initializer_range)
+    initialise(model.to_empty(device=device), seed, config.initializer_range)
     return model

@@ -167,7 +167,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight
 
 def _needs_operator(x: Tensor) -> bool:
     """In a compiled graph; and in bf16, where selective checkpointing would keep the reused scratch memory."""
-    return torch.compiler.is_compiling() or x.dtype == torch.bfloat16
+    return torch.compiler.is_compiling() or (x.dtype == torch.bfloat16 and not torch.is_inference_mode_enabled())
 
 
 @torch.autocast("cpu", enabled=False)  # which would turn fp32 matmuls into bf16 ones
@@ -277,14 +277,11 @@ def attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, kv_head
 
     kv_heads 0: an encoder's qkv [T, H, 3, D]. Else a decoder's: causal, qkv [T, H + 2 K, D] with K = kv_heads.
     """
-    return _attention(qkv, cos, sin, cu_seqlens, kv_heads)[0]
+    direct = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # operators import the compiler
+    return (_attend if direct else _attention)(qkv, cos, sin, cu_seqlens, kv_heads)[0]
 
 
-# One operator, so that a compiled graph neither unrolls the loop over sequences nor breaks there.
-@torch.library.custom_op("cpu::attention", mutates_args=())
-def _attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """The output [T, H * D] of `attention`; for the backward pass, qkv rotated and lse, fp32 [T, H].
 
     Sequence by sequence, which stays in the cache. The heads stay where the matmuls around have them: the kernel takes
@@ -299,6 +296,10 @@ def _attention(
         with torch.autocast("cpu", enabled=False):  # which would turn the fp32 matmuls of the scores into bf16 ones
             out[span], lse[span] = flash(*split_heads(rotated[span].float(), kv_heads), causal=kv_heads > 0)
     return out.flatten(1), rotated, lse
+
+
+# One operator, so that a compiled graph neither unrolls the loop over sequences nor breaks there.
+_attention = torch.library.custom_op("cpu::attention", _attend, mutates_args=())
 
 
 @_attention.register_fake

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +26,7 @@ from common.models.layers.residual import total
 from extras.after.inference.packed import loaded, packs
 from extras.prepare.sources.fasta import read_fasta_lines
 from extras.prepare.sources.proteins import ProteinFlags
-from extras.prepare.sources.records import characters, columns, hash_bytes
+from extras.prepare.sources.records import characters, columns, hash_bytes, numbers, texts
 
 
 class Window(NamedTuple):
@@ -107,6 +108,7 @@ def look_through(fasta: str, alphabet: Alphabet = ESM2_TOKENS, flags: ProteinFla
 
 Progress = Callable[[int], None]
 Item = TypeVar("Item")
+Each = Iterator[tuple[int, Tensor]]
 
 
 INT8 = "Matmuls of 8-bit integers: faster on CPUs with VNNI or AMX, two digits."
@@ -221,9 +223,16 @@ class Encoder:
         as transformers' `hidden_states`. context: of `read`, which every sequence follows. UserError if one is NaN or
         infinite.
         """
+        return in_order(self.each_hidden(sequences, done, layers, context))
+
+    def each_hidden(
+        self, sequences: Sequence[np.ndarray], done: Progress, layers: Sequence[int], context: Any
+    ) -> Each:
+        """(index of a sequence, its states as of `hidden`), as soon as its pack is done."""
         last = self.model.config.num_hidden_layers
         if tuple(layers) in ((), (last,)):
-            return self._run(sequences, True, done, context=context)
+            yield from self._run(sequences, True, done, context=context)
+            return
         outputs: dict[int, Tensor] = {}
         modules = [self.model.embeddings, *list(self.model.layers)[:-1], self.model.encoder]
         handles = [
@@ -232,7 +241,7 @@ class Encoder:
             if n in layers
         ]
         try:
-            return self._run(sequences, True, done, None, lambda: [outputs[n] for n in layers], context)
+            yield from self._run(sequences, True, done, None, lambda: [outputs[n] for n in layers], context)
         finally:
             for handle in handles:
                 handle.remove()
@@ -248,7 +257,7 @@ class Encoder:
 
         done, context: as above; at: the indices of each sequence's tokens [n] whose logits are wanted, [n, 33].
         """
-        return self._run(sequences, False, done, at, context=context)
+        return in_order(self._run(sequences, False, done, at, context=context))
 
     @torch.inference_mode()
     def _run(
@@ -259,9 +268,8 @@ class Encoder:
         at: Sequence[np.ndarray] | None = None,
         of_layers: Callable[[], list[Tensor]] | None = None,
         context: Any = None,
-    ) -> list[Tensor]:
+    ) -> Each:
         self.fit_int8(sequences)
-        results: list[Tensor | None] = [None] * len(sequences)
         for pack in packs([len(sequence) for sequence in sequences], self.flags.tokens_per_pack):
             lengths = [len(sequences[number]) for number in pack]
             ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
@@ -283,11 +291,10 @@ class Encoder:
                 packed = torch.cat([output[: len(ids)].float() for output in of_layers()], 1)  # without fillers
             packed = packed.float().cpu()
             done(len(ids))
-            for number, part in zip(pack, packed.split(rows), strict=True):
-                results[number] = part
+            parts = list(zip(pack, packed.split(rows), strict=True))
             if not packed.isfinite().all():
-                self._refuse(sequences[next(number for number in pack if not results[number].isfinite().all())])
-        return results
+                self._refuse(sequences[next(number for number, part in parts if not part.isfinite().all())])
+            yield from parts
 
     def _refuse(self, sequence: np.ndarray) -> None:
         first = len(self.alphabet.head)
@@ -296,6 +303,10 @@ class Encoder:
             f"{self.flags.model_name_or_path}: gives NaN or infinity for the sequence {begins}... of {len(sequence)} "
             "tokens: try it without --bf16, or take another checkpoint"
         )
+
+
+def in_order(numbered: Iterable[tuple[int, Tensor]]) -> list[Tensor]:
+    return [tensor for _, tensor in sorted(numbered, key=lambda each: each[0])]
 
 
 # Embeddings as Parquet tables
@@ -324,20 +335,21 @@ def embed(
         for window in windows(len(text) // alphabet.width, alphabet.room(text, longest))
     ]
     texts = [window.residues_of(proteins[n][1], alphabet.width) for n, window in parts]
-    outputs = encoder.hidden([alphabet.encode(text) for text in texts], done, layers, context)
-    pieces: list[list[Tensor]] = [[] for _ in proteins]
-    for (n, window), text, hidden in zip(parts, texts, outputs, strict=True):
-        places = alphabet.places(text)[window.begin : window.end]
-        pieces[n].append(hidden[0] if pooling == "cls" else hidden[torch.from_numpy(places)])
-    if pooling == "cls":
-        return [of_protein[0] for of_protein in pieces]
-    return [pooled(torch.cat(of_protein), pooling) for of_protein in pieces]
+    count, pieces = Counter(n for n, _ in parts), defaultdict(dict)
+    embedded: dict[int, Tensor] = {}
+    for number, hidden in encoder.each_hidden([alphabet.encode(text) for text in texts], done, layers, context):
+        n, window = parts[number]
+        places = alphabet.places(texts[number])[window.begin : window.end]
+        pieces[n][number] = hidden[:1] if pooling == "cls" else hidden[torch.from_numpy(places)]
+        if len(pieces[n]) == count[n]:
+            embedded[n] = pooled(torch.cat(in_order(pieces.pop(n).items())), pooling)
+    return in_order(embedded.items())
 
 
 def pooled(of_residues: Tensor, pooling: str | None) -> Tensor:
     """[residues, hidden] -> [hidden]; as it is without a pooling."""
-    if pooling is None:
-        return of_residues
+    if pooling in (None, "cls"):
+        return of_residues if pooling is None else of_residues[0]
     return of_residues.amax(0) if pooling == "max" else of_residues.mean(0)
 
 
@@ -355,13 +367,15 @@ def table(
         hidden = rows[0].shape[-1]
         of_residues = rows[0].dim() == 2
         flat = (torch.cat if of_residues else torch.stack)(rows).numpy()
-        vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), hidden)
+        vectors = pa.FixedSizeListArray.from_arrays(numbers(flat.ravel()), hidden)
         if of_residues:
-            ends = np.cumsum([0, *(len(tensor) for tensor in embedded)])
-            vectors = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), vectors)
+            ends = np.cumsum([0, *(len(tensor) for tensor in embedded)], dtype=np.int32)
+            vectors = pa.ListArray.from_arrays(numbers(ends), vectors)
         columns[name] = vectors
-    lengths = pa.array([len(text) // width for _, text in proteins], pa.int32())
-    made = pa.table({"id": [name for name, _ in proteins], "length": lengths} | columns)
+    lengths = numbers(np.array([len(text) // width for _, text in proteins], np.int32))
+    names = [name.encode() for name, _ in proteins]
+    ids = texts(np.frombuffer(b"".join(names), np.uint8), np.cumsum([0, *map(len, names)]), pa.string())
+    made = pa.table({"id": ids, "length": lengths} | columns)
     return made.replace_schema_metadata(facts)
 
 

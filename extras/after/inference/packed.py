@@ -28,9 +28,6 @@ def loaded(family: Family, config: Any, pieces: Pieces, device: torch.device) ->
     """The model with these parameters, for inference."""
     with torch.device("meta"):
         model = family.make(config)
-    model.to_empty(device=device).eval()
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in pieces:
-            parameters[name].copy_(tensor)
-    return model
+    # Not `to_empty`, which from there imports sympy.
+    model.load_state_dict({name: tensor.to(device, copy=True) for name, tensor in pieces}, assign=True)
+    return model.eval()

@@ -26,7 +26,7 @@ from extras.prepare.sources.compression import (
     detect_non_text,
     too_long,
 )
-from extras.prepare.sources.records import NEWLINE, TAB, Lines, cut, prefetch, texts, view
+from extras.prepare.sources.records import NEWLINE, TAB, Lines, cut, numbers, prefetch, texts, view
 from extras.prepare.sources.residues import ANNOTATIONS, IS_WHITESPACE, WHITESPACE, Cleaner, is_alignment
 
 BLOCK_BYTES = 1 << 20  # fits in the cache, with the arrays made from it
@@ -181,7 +181,7 @@ def _cleaned(batches: Iterator[Lines], cleaner: Cleaner) -> Iterator[Lines]:
             cleaner.bad_records(UserError(f"{cleaner.where}: {name(number)} has no residues: remove it"))
         ids = cut(data, np.stack([offsets[:-1], tabs], axis=1))
         columns = [ids.cast(pa.binary()), texts(text, ends, pa.binary())]
-        non_empty = [column.filter(pa.array(lengths > 0)) for column in columns]
+        non_empty = [column.take(numbers(np.flatnonzero(lengths > 0))) for column in columns]
         if len(non_empty[0]):
             joined = pc.binary_join_element_wise(*non_empty, bytes([TAB]))
             yield pc.binary_join_element_wise(joined, bytes([NEWLINE]), b"").cast(pa.large_binary())
@@ -191,7 +191,7 @@ def _without_annotations(lines: Lines, cleaner: Cleaner) -> Lines:
     starts = tuple(name + bytes([TAB]) for name in ANNOTATIONS)
     is_protein = np.array([not line.startswith(starts) for line in lines.to_pylist()])
     cleaner.changes.annotations += int(np.count_nonzero(~is_protein))
-    return lines.filter(pa.array(is_protein))
+    return lines.take(numbers(np.flatnonzero(is_protein)))
 
 
 def _read_blocks(path: Path, block_bytes: int) -> Iterator[tuple[bytes, int]]:

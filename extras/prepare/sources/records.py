@@ -45,7 +45,12 @@ def cut(data: np.ndarray, pieces: np.ndarray) -> pa.LargeBinaryArray:
     alternating = Lines.from_buffers(
         pa.large_binary(), max(len(offsets) - 1, 0), [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     )
-    return alternating.take(pa.array(np.arange(0, len(offsets), 2)))
+    return alternating.take(numbers(np.arange(0, len(offsets), 2)))
+
+
+def numbers(values: np.ndarray) -> pa.Array:
+    """[N], contiguous, as an Arrow array in the same memory. `pa.array` would import pandas."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 def characters(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
