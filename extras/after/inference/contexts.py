@@ -22,14 +22,7 @@ from common.flags import Flags, flag
 from common.models.family import encoder_family, encoders, family_of
 from common.models.layers.config_base import TRAINED_SETS
 from extras.after.inference.encoder import Encoder
-from extras.after.inference.homologs import (
-    Homologs,
-    hits_of,
-    is_table,
-    of_hits,
-    read_homologs,
-    read_targets,
-)
+from extras.after.inference.homologs import Homologs, hits_of, is_table, of_hits, read_homologs, read_targets
 from extras.prepare.sources.compression import strip_compression
 from extras.prepare.sources.hits import accession
 

@@ -59,7 +59,7 @@ class EmbeddingFlags(EncoderFlags):
     fasta: str | None = flag(None, "The proteins, plain or compressed.")
     output_dir: str | None = flag(None, "The tables go to OUTPUT_DIR/embeddings.")
     per_residue: bool = flag(
-        False, "An embedding of each residue instead of their mean: 1.3 kB a residue with the 8M model."
+        False, "An embedding of each residue, not their mean: 1.3 kB a residue with the 8M model."
     )
     pooling: str = flag(
         "mean", "A protein's vector: mean or max over its residues, or its <cls> token's.", choices=POOLINGS
@@ -96,12 +96,8 @@ class EmbeddingFlags(EncoderFlags):
     def settings(self) -> dict:
         values = asdict(self)
         later = {name: values[name] for name in LATER_SETTINGS if values[name] != getattr(EmbeddingFlags, name)}
-        return (
-            {name: value for name, value in values.items() if name in SETTINGS}
-            | later
-            | self.proteins.given
-            | (self.context.given)
-        )
+        settings = {name: value for name, value in values.items() if name in SETTINGS}
+        return settings | later | self.proteins.given | self.context.given
 
 
 def with_layers(args: EmbeddingFlags) -> EmbeddingFlags:
@@ -283,9 +279,8 @@ def embed_with(args: EmbeddingFlags, world: World, making: Making = EMBEDDINGS) 
         directory = parent / relative
         with world.raise_together():
             if not directory.is_dir():
-                raise UserError(
-                    f"--output_dir {parent}: differs from that of rank 0: give a directory that all ranks share"
-                )
+                where = f"--output_dir {parent}"
+                raise UserError(f"{where}: differs from that of rank 0: give a directory that all ranks share")
             if not world.is_main:
                 hold_work(parent)
         encoder, totals = begin(args, world, build, made_from, making)

@@ -223,11 +223,9 @@ class Encoder:
         as transformers' `hidden_states`. context: of `read`, which every sequence follows. UserError if one is NaN or
         infinite.
         """
-        return in_order(self.each_hidden(sequences, done, layers, context))
+        return in_order(self.states(sequences, done, layers, context))
 
-    def each_hidden(
-        self, sequences: Sequence[np.ndarray], done: Progress, layers: Sequence[int], context: Any
-    ) -> Each:
+    def states(self, sequences: Sequence[np.ndarray], done: Progress, layers: Sequence[int], context: Any) -> Each:
         """(index of a sequence, its states as of `hidden`), as soon as its pack is done."""
         last = self.model.config.num_hidden_layers
         if tuple(layers) in ((), (last,)):
@@ -335,9 +333,8 @@ def embed(
         for window in windows(len(text) // alphabet.width, alphabet.room(text, longest))
     ]
     texts = [window.residues_of(proteins[n][1], alphabet.width) for n, window in parts]
-    count, pieces = Counter(n for n, _ in parts), defaultdict(dict)
-    embedded: dict[int, Tensor] = {}
-    for number, hidden in encoder.each_hidden([alphabet.encode(text) for text in texts], done, layers, context):
+    count, pieces, embedded = Counter(n for n, _ in parts), defaultdict(dict), {}
+    for number, hidden in encoder.states([alphabet.encode(text) for text in texts], done, layers, context):
         n, window = parts[number]
         places = alphabet.places(texts[number])[window.begin : window.end]
         pieces[n][number] = hidden[:1] if pooling == "cls" else hidden[torch.from_numpy(places)]

@@ -25,9 +25,8 @@ def packs(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 def loaded(family: Family, config: Any, pieces: Pieces, device: torch.device) -> Any:
-    """The model with these parameters, for inference."""
+    """The model with these parameters, for inference. Not by `to_empty`, which from meta imports sympy."""
     with torch.device("meta"):
         model = family.make(config)
-    # Not `to_empty`, which from there imports sympy.
     model.load_state_dict({name: tensor.to(device, copy=True) for name, tensor in pieces}, assign=True)
     return model.eval()
