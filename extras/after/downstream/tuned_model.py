@@ -31,7 +31,8 @@ from extras.after.downstream.results import RESULTS
 from extras.after.downstream.stock_model import config_for_proteins
 from extras.after.downstream.tuning_flags import TuningFlags
 from extras.after.inference.embedding import EmbeddingFlags
-from extras.after.inference.encoder import Encoder, Progress, Protein, embed, windows
+from extras.after.inference.encoder import Encoder, Progress, Protein, embed
+from extras.after.inference.packed import windows
 
 logger = logging.getLogger(__name__)
 MODEL, CALIBRATION = "model", "calibration.safetensors"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,41 +23,10 @@ from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family, family_of
 from common.models.layers.residual import total
-from extras.after.inference.packed import loaded, packs
+from extras.after.inference.packed import loaded, packs, windows
 from extras.prepare.sources.fasta import read_fasta_lines
 from extras.prepare.sources.proteins import ProteinFlags
 from extras.prepare.sources.records import characters, columns, hash_bytes, numbers, texts
-
-
-class Window(NamedTuple):
-    """Residues [start, start + length) of a protein; results are used for [begin, end), relative to start."""
-
-    start: int
-    length: int
-    begin: int
-    end: int
-
-    def residues_of(self, sequence: bytes, width: int = 1) -> bytes:
-        """width: characters of the sequence a residue."""
-        return sequence[self.start * width : (self.start + self.length) * width]
-
-
-def windows(residues: int, longest: int) -> Iterator[Window]:
-    """Windows of a protein, of `longest` residues each if it is longer, overlapping by about half.
-
-    Each residue is used from the window whose centre is nearest, and from the later one of two as near. That depends
-    on the two lengths alone: neither on the other proteins of a batch nor on the dtype.
-    """
-    if residues <= longest:
-        yield Window(0, residues, 0, residues)
-        return
-    count = -(-(residues - longest) // (longest // 2)) + 1
-    starts = np.linspace(0, residues - longest, count).round().astype(int).tolist()
-    # Windows change half-way between the centres of two neighbours; a residue there is the first of the later one.
-    borders = [0, *((a + b + longest) // 2 for a, b in zip(starts, starts[1:], strict=False)), residues]
-    for start, begin, end in zip(starts, borders, borders[1:], strict=False):
-        yield Window(start, longest, begin - start, end - start)
-
 
 logger = logging.getLogger(__name__)
 

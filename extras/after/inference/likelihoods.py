@@ -18,9 +18,10 @@ import numpy as np
 from common.cli import UserError
 from common.console import duration, short
 from common.models.esm2.alphabet import BYTE_TO_ID
-from extras.after.inference.encoder import Encoder, Progress, windows
+from extras.after.inference.encoder import Encoder, Progress
 from extras.after.inference.indels import Variants
 from extras.after.inference.mutation_scores import WILD_TYPES, ContextOf, lacking, log_probabilities, quoted
+from extras.after.inference.packed import windows
 
 logger = logging.getLogger(__name__)
 MEAN = "_mean"  # ends the name of a column of means over residues

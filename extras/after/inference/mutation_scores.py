@@ -20,7 +20,8 @@ from common.cli import UserError
 from common.data.alphabet import Alphabet
 from common.models.esm2.alphabet import BYTE_TO_ID, ESM2_TOKENS, STANDARD_RESIDUES, TOKENS
 from extras.after.inference.chains import CHAIN_END, in_chain
-from extras.after.inference.encoder import Encoder, Progress, Window, in_parts, windows
+from extras.after.inference.encoder import Encoder, Progress, in_parts
+from extras.after.inference.packed import Window, windows
 
 GROUP = 256  # sequences whose logits are in memory at a time
 # A24G, or HGVS's Ala24Gly and Ala24= (no change).

@@ -1,10 +1,11 @@
-"""What models for inference share: their weights in memory, and sequences in packs."""
+"""What models for inference share: their weights in memory, and sequences in windows and packs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from common.models.family import Family
@@ -22,6 +23,36 @@ def packs(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
         tokens += lengths[number]
     if pack:
         yield pack
+
+
+class Window(NamedTuple):
+    """Residues [start, start + length) of a protein; results are used for [begin, end), relative to start."""
+
+    start: int
+    length: int
+    begin: int
+    end: int
+
+    def residues_of(self, sequence: bytes, width: int = 1) -> bytes:
+        """width: characters of the sequence a residue."""
+        return sequence[self.start * width : (self.start + self.length) * width]
+
+
+def windows(residues: int, longest: int) -> Iterator[Window]:
+    """Windows of a protein, of `longest` residues each if it is longer, overlapping by about half.
+
+    Each residue is used from the window whose centre is nearest, and from the later one of two as near. That depends
+    on the two lengths alone: neither on the other proteins of a batch nor on the dtype.
+    """
+    if residues <= longest:
+        yield Window(0, residues, 0, residues)
+        return
+    count = -(-(residues - longest) // (longest // 2)) + 1
+    starts = np.linspace(0, residues - longest, count).round().astype(int).tolist()
+    # Windows change half-way between the centres of two neighbours; a residue there is the first of the later one.
+    borders = [0, *((a + b + longest) // 2 for a, b in zip(starts, starts[1:], strict=False)), residues]
+    for start, begin, end in zip(starts, borders, borders[1:], strict=False):
+        yield Window(start, longest, begin - start, end - start)
 
 
 def loaded(family: Family, config: Any, pieces: Pieces, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, EsmModel
 
 from common.cli import UserError
 from common.models.layers.hf_directory import model_hash
-from extras.after.inference.encoder import windows
+from extras.after.inference.packed import windows
 from extras.prepare.sample import make_proteins
 from tests.data_fixtures import everything_in, write_fasta
 from tests.extras.after.inference.embed_fixtures import call_embed, change_weights, make_model, ran, refused
