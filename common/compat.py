@@ -44,6 +44,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "cpu_flash_backward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     "cuda_flash_forward": ("torch.ops.aten", "_flash_attention_forward"),
     "cuda_flash_backward": ("torch.ops.aten", "_flash_attention_backward"),
+    "onednn_int8_weight": ("torch.ops.onednn", "qlinear_prepack"),  # x86, as the next
+    "onednn_int8_linear": ("torch.ops.onednn", "qlinear_pointwise"),
     "aten_to_copy": ("torch.ops.aten", "_to_copy"),  # what autocast calls
     # torch 2.13. Its public activate_flash_attention_impl takes the module of the kernels as it is.
     "register_flash_attention_fa4": ("torch.nn.attention._fa4", "register_flash_attention_fa4"),
@@ -102,25 +104,6 @@ def onednn_linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -
     import torch
 
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-
-
-def onednn_int8_weight(weight: torch.Tensor) -> Any:
-    """An int8 weight [out, in] in oneDNN's layout. `onednn.qlinear_prepack`: torch 2.11 to 2.13, x86."""
-    import torch
-
-    return torch.ops.onednn.qlinear_prepack(weight, None)
-
-
-def onednn_int8_linear(codes: torch.Tensor, zero: int, weight: Any, scales: torch.Tensor) -> torch.Tensor:
-    """(codes [n, in] uint8 - zero) @ weight.T * scales [out], fp32 [n, out]; weight: of `onednn_int8_weight`.
-
-    `onednn.qlinear_pointwise`: torch 2.11 to 2.13, x86.
-    """
-    import torch
-
-    zeros = torch.zeros(len(scales), dtype=torch.int32)
-    made = (None, 1.0, 0, torch.float32, "none", [], "")  # without bias, of scale 1, nothing done afterwards
-    return torch.ops.onednn.qlinear_pointwise(codes, 1.0, zero, weight, scales, zeros, *made)
 
 
 def assume_constant_result(function: Callable) -> Callable:

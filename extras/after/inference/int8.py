@@ -69,7 +69,8 @@ class Int8Matmul:
         self.scale = weight.abs().amax(1).clamp_(min=1e-20) / LEVELS
         codes = (weight / self.scale[:, None]).round_().to(torch.int8)
         self.out_features, self.in_features = weight.shape
-        self.codes = onednn_int8_weight(codes) if INT8_MATMULS else codes
+        self.codes = onednn_int8_weight(codes, None) if INT8_MATMULS else codes
+        self.zeros = torch.zeros(self.out_features, dtype=torch.int32)
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """weight: not looked at."""
@@ -99,7 +100,8 @@ class Int8Matmul:
     def products(self, codes: Tensor) -> Tensor:
         """(codes - 128) W^T times the weight's scales, fp32 [n, out]."""
         if INT8_MATMULS:
-            return onednn_int8_linear(codes, 128, self.codes, self.scale)
+            weight, made = (self.codes, self.scale, self.zeros), (None, 1.0, 0, torch.float32, "none", [], "")
+            return onednn_int8_linear(codes, 1.0, 128, *weight, *made)  # no bias, scale 1, nothing done afterwards
         return ((codes.float() - 128) @ self.codes.float().t()).mul_(self.scale)
 
 
