@@ -92,7 +92,7 @@ def attention_ms(name: str, qkv: list[Tensor], bounds: Tensor, longest: int) -> 
     if name == "cuDNN":
         return milliseconds(by_cudnn, device)
     if device.type == "cuda":
-        from extras.speed.flash_attention import choose_kernels
+        from extras.speed.attention_kernels import choose_kernels
 
         choose_kernels(name.lower(), Heads(qkv[0].shape[1], *qkv[1].shape[1:]), device, shared=False)
     elif name != "FA2":  # whose name the CPU's own kernel has here

@@ -211,7 +211,7 @@ def make_sample(output_dir: Path) -> Path:
 
 
 def attention_kernels(asked: str, heads: Any, device: Any, shared: bool) -> tuple[str, str]:
-    from extras.speed.flash_attention import choose_kernels
+    from extras.speed.attention_kernels import choose_kernels
 
     return choose_kernels(asked, heads, device, shared)
 

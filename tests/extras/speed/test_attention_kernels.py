@@ -1,7 +1,7 @@
 """FA3 and FA4 in place of torch's FA2: when, what the log says, and what torch's own hook makes of FA4's kernels.
 
 The kernels are stand-ins, an installed `flash-attn-4` of plain PyTorch with the interface of the real one: what a CPU
-cannot show is the kernels themselves, and the dispatch to CUDA (tests/gpu/test_flash_attention.py).
+cannot show is the kernels themselves, and the dispatch to CUDA (tests/gpu/test_attention_kernels.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common.models.layers.backend import BackendFlags, Heads
 from common.training.results import training_results
 from common.training.trainer_state import TrainerState
 from extras.speed import block_attention
-from extras.speed.flash_attention import FA4_REQUIREMENT, TOLERANCE, choose_kernels, lacking, worst_difference
+from extras.speed.attention_kernels import FA4_REQUIREMENT, TOLERANCE, choose_kernels, lacking, worst_difference
 from tests.training_fixtures import ROOT
 
 CPU, HOPPER, HEADS = torch.device("cpu"), (9, 0), Heads(4, 2, 16, causal=True)
@@ -133,7 +133,7 @@ def test_fa4_by_torchs_hook_is_attention_whatever_a_version_returns(install, val
         with pytest.raises(ValueError, match="too many values"):
             hook._fa4_run_forward(q, k, v, *sequences, 12, 12, scale, causal, *window, None)
         handle.remove()
-    handle = register_flash_attention_fa4("extras.speed.flash_attention")
+    handle = register_flash_attention_fa4("extras.speed.attention_kernels")
     out, lse = hook._fa4_run_forward(q, k, v, *sequences, 12, 12, scale, causal, *window, None)
     found = hook._fa4_run_backward(grad, q, k, v, out, lse, *sequences, scale, causal, *window, deterministic=True)
     handle.remove()
@@ -149,7 +149,7 @@ def test_fa4_by_torchs_hook_is_attention_whatever_a_version_returns(install, val
 def fa4_for_cpu(install, monkeypatch):
     """torch's hook for CPU tensors, too: the dispatcher's way from the layers to the kernels."""
     install()
-    handle = register_flash_attention_fa4("extras.speed.flash_attention")
+    handle = register_flash_attention_fa4("extras.speed.attention_kernels")
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_flash_attention_forward", hook._fa4_flash_attention_forward_impl)
     library.impl("_flash_attention_backward", hook._fa4_flash_attention_backward_impl)

@@ -11,7 +11,7 @@ from torch.nn import attention as switch
 
 from common.models.layers.attention import rotated_attention
 from common.models.layers.backend import Heads
-from extras.speed.flash_attention import choose_kernels, lacking
+from extras.speed.attention_kernels import choose_kernels, lacking
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 
