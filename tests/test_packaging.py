@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
 
@@ -45,8 +46,17 @@ def test_license_is_the_same_in_all_files(project):
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
-def test_dependencies_are_those_of_the_requirements_files(project):
-    assert project.install_requires == requirements("requirements.txt")
+def test_each_dependency_is_a_range_that_has_the_pinned_version(project):
+    ranges = {one.name: one.specifier for one in map(Requirement, project.install_requires)}
+    pins = dict(line.split("==") for line in requirements("requirements.txt"))
+    assert list(ranges) == list(pins)
+    assert {name: version for name, version in pins.items() if version not in ranges[name]} == {}
+    for name, versions in ranges.items():
+        assert not {each.operator for each in versions} - {">=", "<"}, f"{name}: pip would replace what is there"
+        assert ">=" in {each.operator for each in versions}, f"{name}: the oldest version tested"
+
+
+def test_optional_dependencies_are_those_of_the_requirements_files(project):
     assert project.extras_require == {
         "gpu": requirements("requirements-gpu.txt"),
         "trackers": requirements("requirements-trackers.txt"),
