@@ -3,11 +3,10 @@
     python -m benchmarks.gpu_kernels --output table.md                                 on a GPU, in two minutes
     python -m benchmarks.gpu_kernels --device cpu --sizes tiny --tokens 128            tries the script itself
 
-Attention: forward and backward pass over a pack of proteins, bf16, by torch's varlen attention with FA2, FA3 and FA4
-(as --flash_attention chooses them), and by cuDNN over a jagged tensor. Matmuls: the four matmuls of a layer, forward
-and both backward ones, by cuBLAS and cuBLASLt, with a bf16 and an fp32 result, and in FP8 (`_scaled_mm`, scales of
-one). Empty: what a host takes to launch a kernel that does nothing. An implementation that is not here says so in its
-cell.
+Attention: forward and backward pass over a pack of proteins, bf16, by torch's varlen attention with the kernels that
+--attention names, and by cuDNN over a jagged tensor. Matmuls: the four matmuls of a layer, forward and both backward
+ones, by cuBLAS and cuBLASLt, with a bf16 and an fp32 result, and in FP8 (`_scaled_mm`, scales of one). Empty: what a
+host takes to launch a kernel that does nothing. An implementation that is not here says so in its cell.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ from common.models.layers.attention import rotated_attention
 from common.models.layers.backend import Heads
 from extras.plan.step_model.model import typical_pack
 
-ATTENTION = ("FA2", "FA3", "FA4", "cuDNN")
+JAGGED = "cudnn, jagged"
+ATTENTION = ("flash2", "flash3", "flash4", "cudnn", JAGGED)
 HEAD_DIMS = (64, 128)
 LIBRARIES = {"cuda": ("cublas", "cublaslt"), "cpu": ("",)}
 PARTS = ("attention", "matmuls", "launch")
@@ -89,13 +89,13 @@ def attention_ms(name: str, qkv: list[Tensor], bounds: Tensor, longest: int) -> 
             out = F.scaled_dot_product_attention(*jagged).transpose(1, 2)
         torch.autograd.grad(out.values(), qkv, weights.view_as(out.values()))
 
-    if name == "cuDNN":
+    if name == JAGGED:
         return milliseconds(by_cudnn, device)
     if device.type == "cuda":
         from extras.speed.attention_kernels import choose_kernels
 
-        choose_kernels(name.lower(), Heads(qkv[0].shape[1], *qkv[1].shape[1:]), device, shared=False)
-    elif name != "FA2":  # whose name the CPU's own kernel has here
+        choose_kernels(name, Heads(qkv[0].shape[1], *qkv[1].shape[1:]), device, shared=False)
+    elif name != "flash2":  # whose name the CPU's own kernel has here
         raise UserError("no GPU here")
     return milliseconds(by_flash, device)
 

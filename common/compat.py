@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _DYNAMIC = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 NAMES: dict[str, tuple[str, str]] = {
-    # torch 2.11 to 2.13. torch.compiler.disable, resolved at the first call: importing the compiler takes as long as
+    # torch 2.11 to 2.15. torch.compiler.disable, resolved at the first call: importing the compiler takes as long as
     # a fifth of `--help`.
     "disable_dynamo": ("torch._compile", "_disable_dynamo"),
     "dynamo_config": ("torch._dynamo", "config"),
@@ -28,18 +28,18 @@ NAMES: dict[str, tuple[str, str]] = {
     "compile_callbacks": ("torch._dynamo.callback", "callback_handler"),
     "CompileContext": ("torch._guards", "CompileContext"),
     "inductor_cache_dir": ("torch._inductor.runtime.cache_dir_utils", "cache_dir"),
-    # torch 2.11 to 2.13. Fake tensors and dispatch modes have no public counterpart.
+    # torch 2.11 to 2.15. Fake tensors and dispatch modes have no public counterpart.
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     "tree_iter": ("torch.utils._pytree", "tree_iter"),
-    # torch 2.11 to 2.13. Fused operations over lists of tensors, as torch's optimisers use them.
+    # torch 2.11 to 2.15. Fused operations over lists of tensors, as torch's optimisers use them.
     "foreach_norm": ("torch", "_foreach_norm"),
     "foreach_add_": ("torch", "_foreach_add_"),
     "foreach_mul_": ("torch", "_foreach_mul_"),
     "foreach_copy_": ("torch", "_foreach_copy_"),
     "scaled_mm": ("torch", "_scaled_mm"),
-    # torch 2.11 to 2.13. The kernels behind scaled_dot_product_attention and varlen_attn, which return the logsumexp.
+    # torch 2.11 to 2.15. The kernels behind scaled_dot_product_attention and varlen_attn, which return the logsumexp.
     "cpu_flash_forward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
     "cpu_flash_backward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     "cuda_flash_forward": ("torch.ops.aten", "_flash_attention_forward"),
@@ -47,15 +47,15 @@ NAMES: dict[str, tuple[str, str]] = {
     "onednn_int8_weight": ("torch.ops.onednn", "qlinear_prepack"),  # x86, as the next
     "onednn_int8_linear": ("torch.ops.onednn", "qlinear_pointwise"),
     "aten_to_copy": ("torch.ops.aten", "_to_copy"),  # what autocast calls
-    # torch 2.13. Its public activate_flash_attention_impl takes the module of the kernels as it is.
+    # torch 2.13 to 2.15. Its public activate_flash_attention_impl takes the module of the kernels as it is.
     "register_flash_attention_fa4": ("torch.nn.attention._fa4", "register_flash_attention_fa4"),
-    # torch 2.11 to 2.13. Process groups: by name in a compiled graph, one without other ranks.
+    # torch 2.11 to 2.15. Process groups: by name in a compiled graph, one without other ranks.
     "resolve_process_group": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),  # registers the backend "fake"
-    # torch 2.11 to 2.13. The state of torchrun's rendezvous, which torch pickles.
+    # torch 2.11 to 2.15. The state of torchrun's rendezvous, which torch pickles.
     "NodeDesc": (_DYNAMIC, "_NodeDesc"),
     "RendezvousState": (_DYNAMIC, "_RendezvousState"),
-    # torch 2.11 to 2.13. For benchmarks.
+    # torch 2.11 to 2.15. For benchmarks.
     "ProfilerEventType": ("torch._C._profiler", "_EventType"),
     "aot_function": ("torch._functorch.aot_autograd", "aot_function"),
     "make_boxed_func": ("torch._functorch.aot_autograd", "make_boxed_func"),
@@ -88,7 +88,7 @@ def _namespace(path: str) -> Any:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number that tensors share when they share a storage. `_cdata`: torch 2.11 to 2.13.
+    """A number that tensors share when they share a storage. `_cdata`: torch 2.11 to 2.15.
 
     `data_ptr` is no such number: it is 0 for all fake tensors.
     """
@@ -100,7 +100,7 @@ def untyped_storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def onednn_linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """a [m, k] @ b [n, k].T + bias by oneDNN. `mkldnn._linear_pointwise`: torch 2.11 to 2.13, x86."""
+    """a [m, k] @ b [n, k].T + bias by oneDNN. `mkldnn._linear_pointwise`: torch 2.11 to 2.15, x86."""
     import torch
 
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
@@ -109,21 +109,28 @@ def onednn_linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -
 def assume_constant_result(function: Callable) -> Callable:
     """torch.compiler.assume_constant_result, without importing the compiler.
 
-    `_dynamo_marked_constant`: torch 2.11 to 2.13.
+    `_dynamo_marked_constant`: torch 2.11 to 2.15.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
+@assume_constant_result
+def varlen_takes_cudnn() -> bool:
+    """Whether varlen_attn takes the kernels that `sdpa_kernel` allows, cuDNN's first: torch 2.15. Those of 2.11 and
+    2.13 have flash alone."""
+    return hasattr(import_module("torch.nn.attention.varlen"), "_select_backend")
+
+
 def operator_schema(operator: Any) -> Any:
-    """The schema of an operator of torch.ops; None of another function. `_schema`: torch 2.11 to 2.13."""
+    """The schema of an operator of torch.ops; None of another function. `_schema`: torch 2.11 to 2.15."""
     return getattr(operator, "_schema", None)
 
 
 def stop_loader_workers(iterator: Any) -> None:
     """Stop the workers of a DataLoader's iterator; kill any that does not stop within a few seconds.
 
-    `_shutdown_workers` and `_workers`: torch 2.11 to 2.13.
+    `_shutdown_workers` and `_workers`: torch 2.11 to 2.15.
     """
     iterator._shutdown_workers()
     for worker in iterator._workers:
@@ -136,19 +143,19 @@ def stop_loader_workers(iterator: Any) -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """`_set_pg_timeout`: torch 2.11 to 2.13; a mesh takes no timeout for its groups."""
+    """`_set_pg_timeout`: torch 2.11 to 2.15; a mesh takes no timeout for its groups."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout, group)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All dimensions of a mesh as one. `_flatten`: torch 2.11 to 2.13."""
+    """All dimensions of a mesh as one. `_flatten`: torch 2.11 to 2.15."""
     return mesh._flatten(name)
 
 
 def dump_flight_recorder() -> bytes:
-    """This rank's latest collectives, for torch's fr_trace. `_dump_nccl_trace`, `_dump_fr_trace`: torch 2.11 to 2.13.
+    """This rank's latest collectives, for torch's fr_trace. `_dump_nccl_trace`, `_dump_fr_trace`: torch 2.11 to 2.15.
 
     Builds with CUDA record NCCL's collectives apart from gloo's.
     """
@@ -159,7 +166,7 @@ def dump_flight_recorder() -> bytes:
 
 
 def set_tcp_store_factory(handler: Any, serve: Callable) -> None:
-    """How a rendezvous handler makes the ranks' store. `_create_tcp_store_server`: torch 2.11 to 2.13."""
+    """How a rendezvous handler makes the ranks' store. `_create_tcp_store_server`: torch 2.11 to 2.15."""
     assert hasattr(handler, "_create_tcp_store_server")
     handler._create_tcp_store_server = serve
 
@@ -197,12 +204,12 @@ def te_field(tensor: Any, name: str) -> Any:
 
 
 def flash_attention_4() -> tuple[Callable, Callable]:
-    """Forward and backward pass, as torch 2.13 calls them (`torch.nn.attention._fa4`)."""
+    """Forward and backward pass, as torch 2.13 and 2.15 call them (`torch.nn.attention._fa4`)."""
     interface = import_module("flash_attn.cute.interface")
     return interface._flash_attn_fwd, interface._flash_attn_bwd
 
 
-# ---- transformers 5.17 --------------------------------------------------------------------------------------
+# ---- transformers 5.17 to 5.24 ------------------------------------------------------------------------------
 
 
 def use_attention(config: Any, kind: str = "sdpa") -> None:

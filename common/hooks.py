@@ -118,8 +118,8 @@ class Catalogue(Protocol):
 
     # ---- speed: kernels and optimisers ----
 
-    def attention_kernels(self, asked: str, heads: Any, device: Any, shared: bool) -> tuple[str, str]:
-        """--flash_attention on a GPU."""
+    def attention_kernels(self) -> Any:
+        """--attention on a GPU: the module that chooses kernels, tries them, and finds those that ran."""
 
     def create_cp_groups(self, world: Any, cp_size: int) -> None:
         """--cp_size: the ranks of a group share each pack."""

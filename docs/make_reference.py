@@ -161,7 +161,8 @@ RESULTS = [
     ("train_unknown_characters", "tokens", "`<unk>`"),
     ("total_flos", "FLOP", "of all steps and ranks"),
     ("backend", "name", "`torch`, `te`, `hf` or `hf_flash`: what computed the layers"),
-    ("attention", "name", "the attention kernel, on a GPU"),
+    ("attention", "name", "the kernels of `--attention`, on a GPU"),
+    ("attention_kernels", "name", "those that ran in the first step, by the profiler, on a GPU"),
     ("gelu", "name", "the GELU"),
 ]
 

@@ -210,10 +210,10 @@ def make_sample(output_dir: Path) -> Path:
 # ---- speed: kernels and optimisers ----
 
 
-def attention_kernels(asked: str, heads: Any, device: Any, shared: bool) -> tuple[str, str]:
-    from extras.speed.attention_kernels import choose_kernels
+def attention_kernels() -> Any:
+    from extras.speed import attention_kernels
 
-    return choose_kernels(asked, heads, device, shared)
+    return attention_kernels
 
 
 def create_cp_groups(world: Any, cp_size: int) -> None:

@@ -39,7 +39,7 @@ OF_DECODERS = {
     *(f"eval_{name}_residues" for name in ("loss", "perplexity", "tokens", "unigram_loss", "below_unigram")),
     *("eval_loss_residues_stderr", "eval_below_unigram_residues_stderr"),
 }
-ON_GPUS = {"attention"}
+ON_GPUS = {"attention", "attention_kernels"}
 OF_SOME_RUNS = {"eval_clusters", "best_global_step"}  # tests/training/test_evaluation.py, test_best.py
 OF_SOME_RUNS |= {"eval_loss_masked_with_homologs", "eval_loss_masked_without_homologs"}
 OF_SOME_RUNS |= {f"eval_homologs_{name}" for name in ("gain_masked", "gain_masked_stderr", "samples")}

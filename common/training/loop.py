@@ -219,7 +219,8 @@ def end(run: Run) -> None:
     """Write results, evaluate, export and draw as the flags say. Raises Preempted if stopped in an evaluation."""
     args, world, state, task, log = run.args, run.world, run.state, run.task, run.log
     if args.do_train:
-        results = training_results(state, run.built.implementation, task.data.num_examples)
+        ran = run.monitor.kernels.found if run.monitor.kernels else ""
+        results = training_results(state, run.built.implementation, task.data.num_examples, ran)
         log.results("train", state.step, results, of_training=True)
     is_complete = args.do_train and (task.data.finished(state.step, state.position) or run.best.ends(state))
     if args.best.load_best_model_at_end:

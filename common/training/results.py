@@ -145,10 +145,12 @@ def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], wor
     }
 
 
-def training_results(state: TrainerState, implementation: dict[str, Any], num_examples: int | None) -> dict:
+def training_results(
+    state: TrainerState, implementation: dict[str, Any], num_examples: int | None, attention_kernels: str = ""
+) -> dict:
     """The content of train_results.json. Warns of characters that are no residues.
 
-    implementation: `BuiltModel.implementation`.
+    implementation: `BuiltModel.implementation`; attention_kernels: that ran, as the profiler names them.
     """
     if state.unknown:
         share = state.unknown / max(state.tokens, 1)
@@ -157,6 +159,7 @@ def training_results(state: TrainerState, implementation: dict[str, Any], num_ex
     with_loss = state.step - state.skipped_steps - state.steps_without_target
     return {
         **({"attention": implementation["attention"]} if "attention" in implementation else {}),
+        **({"attention_kernels": attention_kernels} if attention_kernels else {}),
         "backend": implementation["backend"],
         "epoch": state.epoch,
         **({"gelu": gelu} if (gelu := implementation["gelu"]) else {}),

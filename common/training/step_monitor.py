@@ -21,6 +21,7 @@ from common.cli import MachineFault
 from common.distributed.strategy import Strategy
 from common.distributed.watchdog import SAVE
 from common.distributed.world import World
+from common.hooks import extra
 from common.training.run_directory import TRACES
 from common.training.run_logger import LogFlags, parse_steps
 
@@ -39,10 +40,14 @@ class StepMonitor:
         self.stragglers = Stragglers(strategy, world) if self.every and world.size > 1 else None
         self.parameters, self.world, self.checked = [*weights.parameters()], world, -1
         self.profiler = StepProfiler(flags.profile_steps, world, output_dir)
+        on_gpu = world.is_main and world.device.type == "cuda"
+        self.kernels = extra().attention_kernels().KernelWatch() if on_gpu else None
 
     def before_step(self, step: int) -> None:
         """step: from 1."""
         self.profiler.before(step)
+        if self.kernels and not self.profiler.profile:  # torch has one profiler at a time
+            self.kernels.begin()
         if self.stragglers:
             self.stragglers.begin()
 
@@ -53,6 +58,8 @@ class StepMonitor:
         """
         if self.stragglers:
             self.stragglers.end(waited)
+        if self.kernels:
+            self.kernels.end()
         self.profiler.after(step)
         if not self.stragglers or step % self.every:
             return {}

@@ -28,7 +28,7 @@ from common.models.layers.residual import Model
 PACKAGE, SINCE = "quack-kernels", Version("0.6.3")  # flash-attn-4 brings it (requirements.lock); before, tanh alone
 MAJORS = (9, 10)  # compute capabilities
 MULTIPLE = 8  # of both sizes: rows of bf16 begin at 16 bytes
-TOLERANCE = 0.03  # of the norm, as for attention (extras.speed.attention_kernels)
+TOLERANCE = 0.03  # of the norm
 
 
 def check(args: Any, config: Esm2Config, gelu: str, world: World) -> str:

@@ -40,7 +40,7 @@ if [[ $device == cuda ]]; then
   # (b) the product
   table throughput_650m 210 gpu_throughput --sizes 650M --modes torch-compiled,fp32-residual,4-packs
   table throughput_650m_options 300 gpu_throughput --sizes 650M \
-    --modes fa2,cuda-graphs,te-cuda-graphs,triton-adamw,scaled-mm
+    --modes flash2,cuda-graphs,te-cuda-graphs,triton-adamw,scaled-mm
   table throughput_650m_32k 90 gpu_throughput --sizes 650M --modes torch-compiled --tokens 32768
   table profile_650m 90 gpu_profile --modes torch-compiled
   # (c), (d) attention, matmuls, launches

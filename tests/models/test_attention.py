@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
-from common.models.layers.attention import packed_attention, rotary_tables
+from common.models.layers import attention
+from common.models.layers.attention import packed_attention, rotary_tables, rotated_attention, use_kernels
 
 LENGTHS = [1, 2, 17, 100, 64, 333]
 HEADS, DIM = 4, 16
@@ -84,3 +86,52 @@ def test_attention_does_not_leak_between_sequences(inputs):
     first = sum(LENGTHS[:-1])
     assert torch.equal(before[:first], after[:first])
     assert not torch.equal(before[first:], after[first:])
+
+
+@pytest.fixture
+def kernels():
+    """--attention's choice, for one test."""
+    yield use_kernels
+    use_kernels("auto")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.02)])
+def test_attention_by_sdpa_equals_reference(kernels, monkeypatch, dtype, bound, inputs):
+    """--attention sdpa on a CPU, without the CPU's own operator."""
+    kernels("sdpa")
+    monkeypatch.setattr(attention.cpu, "attention", None)
+    test_attention_equals_reference(dtype, bound, inputs)
+
+
+@pytest.fixture
+def enabled(monkeypatch):
+    """What torch allowed (cuDNN, flash) when its varlen attention was called, of a torch that would choose by it."""
+    seen = []
+
+    def stand_in(q, k, v, *bounds, **options):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return q + k + v
+
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    monkeypatch.setattr(attention, "varlen_takes_cudnn", lambda: True)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: True)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("choice", "allowed"), [("auto", (False, True)), ("flash4", (False, True)), ("cudnn", (True, False))]
+)
+def test_torch_takes_cudnn_when_asked_alone(kernels, enabled, choice, allowed):
+    kernels(choice)
+    before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    q = torch.randn(9, 2, 8)
+    rotated_attention(q, q, q, torch.tensor([0, 9]), 9)
+    assert enabled == [allowed]
+    assert before == (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())
+
+
+def test_choice_of_kernels_is_traced_in_one_graph(monkeypatch, enabled):
+    monkeypatch.setattr(varlen, "varlen_attn", lambda q, k, v, *bounds, **options: q + k + v)
+    q = torch.randn(9, 2, 8)
+    traced = torch.compile(rotated_attention, backend="eager", fullgraph=True)
+    assert torch.equal(traced(q, q, q, torch.tensor([0, 9]), 9), (3 * q).flatten(1))

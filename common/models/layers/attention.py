@@ -2,21 +2,33 @@
 
 - CUDA, bf16/fp16: `torch.nn.attention.varlen.varlen_attn`, one fused kernel over the whole pack.
 - CPU, fp32/bf16: common.models.layers.cpu.
-- Anything else (float64, fp32 on CUDA): `scaled_dot_product_attention`, sequence by sequence.
+- Anything else (float64, fp32 on CUDA), and `--attention sdpa`: `scaled_dot_product_attention`, sequence by sequence.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.compat import assume_constant_result
+from common.compat import assume_constant_result, varlen_takes_cudnn
 from common.models.layers import cpu
 from common.models.layers.cpu import device_type
+
+BY_MATMULS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # neither flash nor cuDNN
+_kernels = "auto"
+
+
+def use_kernels(name: str) -> None:
+    """--attention, of this process: sdpa or cudnn; other names are of torch's flash kernels, which torch's own switch
+    replaces (extras.speed.attention_kernels)."""
+    global _kernels
+    _kernels = name
 
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
@@ -45,15 +57,20 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
     (on the CPU too when qkv is there), max_seqlen the longest sequence. Returns [T, H * D]. Scores are scaled by
     1/sqrt(D).
     """
-    if device_type(qkv) == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
+    if has_cpu_kernel(qkv):
         return cpu.attention(qkv, cos, sin, cu_seqlens)
     q, k, v = qkv.unbind(2)
     return rotated_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, cu_seqlens, max_seqlen)
 
 
+def has_cpu_kernel(qkv: Tensor) -> bool:
+    """Whether common.models.layers.cpu attends."""
+    return device_type(qkv) == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16) and _kernels != "sdpa"
+
+
 def has_varlen_kernel(q: Tensor) -> bool:
     """Whether there is a fused varlen kernel for this device and dtype."""
-    return device_type(q) == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+    return device_type(q) == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and _kernels != "sdpa"
 
 
 def rotated_attention(
@@ -72,12 +89,16 @@ def rotated_attention(
         if q.shape[1] != k.shape[1] and _varlen_has("enable_gqa"):
             options["enable_gqa"] = True
         bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-        out: Any = varlen_attn(q, k, v.contiguous(), *bounds, **options)  # a tuple with return_aux only
+        # By itself torch would take cuDNN's kernels for the packs that they can do, and flash for the others.
+        allowed = SDPBackend.CUDNN_ATTENTION if _kernels == "cudnn" else SDPBackend.FLASH_ATTENTION
+        with sdpa_kernel(allowed) if varlen_takes_cudnn() else nullcontext():
+            out: Any = varlen_attn(q, k, v.contiguous(), *bounds, **options)  # a tuple with return_aux only
         return out.flatten(1)
-    lengths = cu_seqlens.diff().tolist()
+    lengths = [length for length in cu_seqlens.diff().tolist() if length]
     parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
     options = {"is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
-    attended = [F.scaled_dot_product_attention(*(x[None] for x in part), **options)[0] for part in parts]
+    with sdpa_kernel(BY_MATMULS) if _kernels == "sdpa" and device_type(q) == "cuda" else nullcontext():
+        attended = [F.scaled_dot_product_attention(*(x[None] for x in part), **options)[0] for part in parts]
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
 
 

@@ -18,12 +18,13 @@ from common.cli import UserError, one_line
 from common.distributed.world import World
 from common.flags import Flags, flag
 from common.hooks import extra
+from common.models.layers.attention import use_kernels
 
 HF_BACKENDS = {"hf": "sdpa", "hf_flash": "flash_attention_2"}  # {backend: attention of transformers' layers}
 BACKENDS = ("auto", "te", "torch", *HF_BACKENDS)
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 KEPT_ON_RESUME = ("backend", "gelu", "bf16_residual")  # of `BuiltModel.implementation`, by a run that resumes
-FLASH_ATTENTION = ("auto", "fa2", "fa3", "fa4")
+ATTENTION = ("auto", "flash2", "flash3", "flash4", "cudnn", "sdpa")
 BF16_SINCE = (8, 0)  # compute capability
 # What a run on a GPU without Transformer Engine lacks, for the log.
 LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
@@ -46,7 +47,7 @@ class BackendFlags(Flags):
 
     group = "model"
     adapters = ("lora", "lora_r", "lora_alpha", "lora_targets")
-    unlisted = ("flash_attention", *adapters)
+    unlisted = ("attention", *adapters)
     file_only = ("cp_comm_type",)
 
     backend: str = flag(
@@ -60,10 +61,11 @@ class BackendFlags(Flags):
         "Compile the layers (needs a C++ compiler on a CPU); False for short runs. Default: on a GPU, with the "
         "torch backend.",
     )
-    flash_attention: str = flag(
+    attention: str = flag(
         "auto",
-        "Kernels of torch's attention in bf16 on a GPU; auto: the fastest that works here.",
-        choices=FLASH_ATTENTION,
+        "What computes the torch backend's attention: flash2, flash3, flash4 or cudnn, in bf16 on a GPU; sdpa, which "
+        "takes one sequence at a time; auto: the fastest flash kernels that work here, on a CPU its own.",
+        choices=ATTENTION,
     )
     cp_comm_type: str = flag(
         "p2p",
@@ -86,20 +88,19 @@ class BackendFlags(Flags):
     def choose_attention(self, heads: Heads, bf16: bool, world: World, by: str = "torch") -> tuple[str, str]:
         """Activate the kernels of torch's attention: (their name for results, a line for the log), or ("", "") where
         there is no choice. by: the backend that attends. UserError if the flag asks for what cannot be had."""
-        if by != "torch" or not bf16 or world.device.type != "cuda":
-            if self.flash_attention != "auto":
-                why = f"--backend {by} has its own" if by != "torch" else "it is of runs on a GPU with --bf16"
-                raise UserError(f"--flash_attention {self.flash_attention}: {why}: drop the flag")
+        attends = by == "torch" and bf16 and world.device.type == "cuda" and not world.is_dry_run
+        if self.attention == "auto" and not attends:
+            use_kernels("auto")  # of a model before, in this process
             return "", ""
-        if world.is_dry_run:  # computes nothing
-            return "", ""
-        return extra().attention_kernels(self.flash_attention, heads, world.device, shared=world.cp_size > 1)
+        return extra().attention_kernels().choose(self.attention, heads, bf16, world, by, bool(self.torch_compile))
 
     def compiles(self, device: torch.device, backend: str) -> tuple[bool, str | None]:
         """Whether the layers are compiled, and a remark where no flag says it: on a GPU eager ones move more than
         twice the bytes (benchmarks/results/step_model.md)."""
         if self.torch_compile is not None or device.type != "cuda" or backend != "torch":
             return bool(self.torch_compile), None
+        if self.attention == "sdpa":
+            return False, "Layers are not compiled: --attention sdpa attends sequence by sequence"
         if lacking := _to_compile_with():
             return False, f"Layers are not compiled, which costs speed: {lacking}"
         return True, "Layers are compiled in the first step (--torch_compile False: not)"

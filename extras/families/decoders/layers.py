@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.models.layers import cpu
-from common.models.layers.attention import Layout, has_varlen_kernel, rotate, rotated_attention
-from common.models.layers.cpu import device_type
+from common.models.layers.attention import Layout, has_cpu_kernel, has_varlen_kernel, rotate, rotated_attention
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
 from common.models.layers.residual import begin as begin  # layers_te has its own
@@ -65,7 +64,7 @@ def causal_attention(
     qkv [T, H + 2 K, D]: the heads of all queries, then of all keys, then of all values, not yet rotated; K = kv_heads.
     The rest as for `packed_attention`. Returns [T, H * D].
     """
-    if device_type(qkv) == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
+    if has_cpu_kernel(qkv):
         return cpu.attention(qkv, cos, sin, cu_seqlens, kv_heads)
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)

@@ -33,7 +33,7 @@ COVERED = {
     "bf16": (True,),
     "backend": ("auto", "torch"),
     "torch_compile": (None, True),
-    "flash_attention": ("auto", "fa2"),
+    "attention": ("auto", "flash2"),
     "objective": ("mlm",),
     "set_tokens": (None,),
     "fp8": (False,),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.models.layers.attention import rotary_tables
+from common.models.layers import cpu
+from common.models.layers.attention import rotary_tables, use_kernels
 from extras.families.decoders.layers import causal_attention
 
 LENGTHS, DIM = [1, 2, 17, 40], 8
@@ -35,6 +36,18 @@ def test_causal_attention_equals_float64(heads, kv_heads, dtype, bound):
     exact = run(qkv.double(), kv_heads, grad)
     for found, expected in zip(run(qkv, kv_heads, grad), exact, strict=True):
         assert (found - expected).norm() / expected.norm() < bound
+
+
+def test_causal_attention_by_sdpa_equals_float64(monkeypatch):
+    """--attention sdpa, without the CPU's operator."""
+    qkv, grad = torch.randn(sum(LENGTHS), 8, DIM), torch.randn(sum(LENGTHS), 4 * DIM)
+    monkeypatch.setattr(cpu, "attention", None)
+    use_kernels("sdpa")
+    try:
+        for found, exact in zip(run(qkv, 2, grad), run(qkv.double(), 2, grad), strict=True):
+            assert (found - exact).norm() / exact.norm() < 2e-5
+    finally:
+        use_kernels("auto")
 
 
 def test_causal_attention_sees_no_later_token_nor_other_sequence():
