@@ -143,10 +143,10 @@ def stop_loader_workers(iterator: Any) -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """`_set_pg_timeout`: torch 2.11 to 2.15; a mesh takes no timeout for its groups."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    """A mesh takes no timeout for its groups. `_set_pg_timeout`: torch 2.11 to 2.13; 2.15 has a public name."""
+    from torch.distributed import distributed_c10d as c10d
 
-    _set_pg_timeout(timeout, group)
+    (c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout)(timeout, group)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -6,10 +6,14 @@ import ast
 import importlib.util
 import subprocess
 import sys
+import warnings
+from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from common import compat
@@ -64,13 +68,38 @@ def test_compat_attributes_exist_on_installed_objects():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    assert hasattr(distributed_c10d, "_set_pg_timeout")
+    assert hasattr(distributed_c10d, "set_timeout") or hasattr(distributed_c10d, "_set_pg_timeout")
     assert hasattr(DeviceMesh, "_flatten")
     assert hasattr(DynamicRendezvousHandler, "_create_tcp_store_server")
     assert isinstance(compat.dump_flight_recorder(), bytes)
     assert compat.operator_schema(torch.ops.aten.mm.default).name == "aten::mm"
     assert compat.operator_schema(len) is None
     assert compat.frame_of_thread(None) is None
+
+
+def test_compat_group_timeout_is_set_without_a_word():
+    """torch 2.15 warns of the name of before, on every rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings(action="error"):
+            compat.set_group_timeout(dist.group.WORLD, timedelta(seconds=77))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+# What the installed versions must be among: tests have passed with these (docs/installing.md).
+SEEN = {
+    "torch": ("2.11", "2.13", "2.15"),
+    "transformers": ("5.17", "5.24"),
+    "huggingface_hub": ("1.31", "1.33", "2.4"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_compat_was_seen_with_the_installed_version(name):
+    """A newer one: run the tests with it, add it here and to docs/installing.md, and widen pyproject.toml's range."""
+    assert ".".join(version(name).split(".")[:2]) in SEEN[name]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed")
