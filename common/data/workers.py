@@ -1,7 +1,8 @@
 """Items of a data set from worker processes, and the end of these processes.
 
 They are forked with the stop signals blocked, and ignore them: their rank needs them to finish a step and save. They
-end with their rank. The wait for an item ends when a signal asks the rank to stop.
+end with their rank. The wait for an item ends when a signal asks the rank to stop. They destroy nothing that they have
+inherited, where ~Reducer and ~ProcessGroup wait for a rank's threads: `os._exit` ends them, their garbage is theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import gc
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from functools import partial
@@ -46,14 +46,19 @@ def deliver(
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
         worker_init_fn=partial(_start_worker, os.getpid()),
-        # A fork is cheap (the data are memory-mapped), but unsafe where system libraries start threads (macOS).
+        # A fork is cheap (memory-mapped data, no imports), but unsafe where system libraries start threads (macOS).
         multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
     )
-    with signals_blocked():
-        iterator = iter(loader)
+    collects = gc.isenabled()
+    gc.disable()  # until a worker has frozen what it inherits (`_start_worker`)
+    try:
+        with signals_blocked():
+            iterator = iter(loader)
+    finally:
+        if collects:
+            gc.enable()
     # Workers ignore SIGTERM, by which Python ends remaining workers at exit: stop them earlier.
-    alive = weakref.ref(iterator)
-    at_exit = atexit.register(lambda: _stop_workers(alive()))
+    at_exit = atexit.register(partial(stop_loader_workers, iterator))
     try:
         with closing(_fetched(iterator, stop)) as items:
             for item in items:
@@ -67,7 +72,7 @@ def deliver(
         raise RuntimeError(f"a DataLoader worker is gone ({one_line(error)})") from error
     finally:
         atexit.unregister(at_exit)
-        _stop_workers(iterator)
+        stop_loader_workers(iterator)
 
 
 def _fetched(iterator: Iterator, stop: StopRequest | None) -> Generator:
@@ -132,7 +137,8 @@ def _identity(item):
 def _start_worker(parent: int, worker_id: int) -> None:
     """Schedulers signal the whole process group, but the main process needs its workers to finish a step and save."""
     die_with_parent(parent)
-    gc.enable()  # the main process may have disabled it
+    gc.freeze()
+    gc.enable()
     ignore_signals()
     sys.excepthook = _hide_lost_connection
 
@@ -141,8 +147,3 @@ def _hide_lost_connection(kind, error, stack) -> None:
     """No traceback if the main process, stopped by a signal, closes the connection while a batch is being sent."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, stack)
-
-
-def _stop_workers(iterator) -> None:
-    if iterator is not None:
-        stop_loader_workers(iterator)

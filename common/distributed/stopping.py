@@ -59,8 +59,7 @@ def die_with_parent(parent: int) -> None:
 
 def _set_parent_death_signal(number: int) -> None:
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 class Preempted(Exception):

@@ -1,18 +1,26 @@
-"""Loader workers and stop signals: those of the worker itself, and those that end its rank's wait."""
+"""Loader workers: stop signals, of the worker itself and of its rank while it waits; what a worker inherits."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
 import time
+import weakref
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from common.data.workers import deliver
 from common.distributed.stopping import SIGNALS, StopRequest
+from tests.training_fixtures import on_ranks
 
 
 class _Signals(IterableDataset):
@@ -47,7 +55,82 @@ def test_stop_ends_the_wait_for_an_item():
     items = deliver(_Signals(), 1, 2, False, stop)
     assert stop.next_unless_stopped(items).tolist() == [*SIGNALS]
     assert stop.next_unless_stopped(items) is not None
+    assert gc.isenabled()
     request = threading.Timer(0.3, setattr, (stop, "requested", True))
     request.start()
     assert stop.next_unless_stopped(items) is None
     assert set(multiprocessing.active_children()) <= set(before)
+
+
+class _Collected(IterableDataset):
+    """Whether each object is gone once its worker has collected garbage, its own included."""
+
+    def __init__(self, *objects: weakref.ref):
+        self.objects = objects
+
+    def __iter__(self):
+        cycle = _Cycle()
+        objects = (*self.objects, weakref.ref(cycle))
+        del cycle
+        gc.collect()
+        yield torch.tensor([reference() is None for reference in objects])
+
+
+class _Cycle:
+    """Garbage that only the collector frees."""
+
+    def __init__(self, *held: object):
+        self.held = (self, *held)
+
+
+def _train(sharded: bool, x: torch.Tensor) -> tuple[torch.nn.Module, list[float]]:
+    """A model after three steps of DDP or FSDP2, and their losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3))
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        model = DistributedDataParallel(model, process_group=dist.new_group())
+    return model, _steps(model, x)
+
+
+def _steps(model: torch.nn.Module, x: torch.Tensor) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _fork_beside_models(sharded: bool) -> None:
+    """A model that trains on, and one that is garbage whose reducer alone holds its destroyed group.
+
+    Without workers the same steps give the same losses.
+    """
+    dist.init_process_group("gloo")
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, _ = _train(sharded, x)
+    expected = _steps(model, x)
+    gc.disable()  # the rank keeps its garbage, the workers have it
+    lost, _ = _train(sharded, x)
+    if not sharded:
+        dist.destroy_process_group(lost.process_group)
+    gone = weakref.ref(lost)
+    _Cycle(lost)
+    del lost
+    model, _ = _train(sharded, x)
+    items = [item.tolist() for item in deliver(_Collected(gone), 2, 2, False)]
+    assert items == [[False, True]] * 2
+    assert _steps(model, x) == expected
+    dist.barrier()
+    os._exit(0)  # as a worker does: a rank's own destructors are not what is tested
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_worker_destroys_nothing_that_it_inherits(sharded):
+    """torch 2.13: ~ProcessGroupGloo, from ~Reducer, waits in a worker for threads of its rank, for ever."""
+    codes, said = on_ranks(2, _fork_beside_models, sharded)
+    assert codes == [0, 0], "\n".join(said)
