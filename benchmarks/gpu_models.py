@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.dry_run import DDP, FSDP2, parsed
+from benchmarks.dry_run import parsed
 from benchmarks.measuring import words
 from common.cli import UserError
 from common.flags import Flags
@@ -33,10 +33,12 @@ KINDS = {  # {kind: (in a table, flags beside --bf16)}
     "fp32-residual": ("torch, compiled, --bf16_residual False", COMPILED | {"bf16_residual": False}),
     "4-packs": ("torch, compiled, 4 packs a step", FOUR_PACKS),
     "flash2": ("4 packs, --attention flash2", FOUR_PACKS | {"attention": "flash2"}),
+    "flash4": ("4 packs, --attention flash4", FOUR_PACKS | {"attention": "flash4"}),
     "cudnn": ("4 packs, --attention cudnn", FOUR_PACKS | {"attention": "cudnn"}),
     "cuda-graphs": ("4 packs, cuda_graphs", FOUR_PACKS | {"cuda_graphs": True}),
     "te-cuda-graphs": ("TE, 4 packs, cuda_graphs", TE | {"gradient_accumulation_steps": 4, "cuda_graphs": True}),
     "triton-adamw": ("4 packs, triton_adamw", FOUR_PACKS | {"triton_adamw": True}),
+    "muon": ("4 packs, --optim muon", FOUR_PACKS | {"optim": "muon"}),
     "scaled-mm": (
         "4 packs, fp8_scaled_mm",
         FOUR_PACKS | {"fp8": True, "fp8_recipe": "current", "fp8_scaled_mm": True},
@@ -93,12 +95,11 @@ def row_flags(
     return flags | ({"use_cpu": True} if device == "cpu" else {})
 
 
-def that_fits(size: str, tokens: int, gpus: int, memory: float) -> tuple[str, int]:
-    """(train script, tokens of a pack, at most `tokens`) for GPUs of `memory` GiB, by the dry run of eager layers:
-    train_ddp.py if a pack of `tokens` fits, else train_fsdp2.py where there are several GPUs. UserError if nothing
-    fits."""
-    limit, best = int((memory - DryRunFlags.device_reserve) * GIB), (DDP, 0)
-    for script in (DDP, FSDP2)[: 1 + (gpus > 1)]:
+def that_fits(size: str, tokens: int, scripts: Sequence[str], gpus: int, memory: float) -> tuple[str, int]:
+    """(train script, tokens of a pack, at most `tokens`) for GPUs of `memory` GiB, by the dry run of eager layers: the
+    first script by which a pack of `tokens` fits, else the one with the largest. UserError if nothing fits."""
+    limit, best = int((memory - DryRunFlags.device_reserve) * GIB), (scripts[0], 0)
+    for script in scripts:
         flags = model_flags(size) | {"tokens_per_pack": tokens, "bf16": True, **TORCH}
         args = parsed(script, gpus, words(flags))
         with fake_run(args, importlib.import_module(script).build) as run:

@@ -68,7 +68,8 @@ def _of_run(args: RunArguments, build: Build, world: World, way: str, warmup: in
 
 def steps_of(run: Run, way: str, warmup: int) -> dict[str, Any]:
     """--max_steps steps, of which the first `warmup` count for nothing: real tokens a second of all ranks, ms a step,
-    the last loss, peak memory, MFU, clocks; profiled: {kernel: [ms a step, launches a step]} too."""
+    the last loss, peak memory, attention kernels that ran, MFU, clocks; profiled: {kernel: [ms, launches]} of a step.
+    """
     args, world, task, plan = run.args, run.world, run.task, run.plan
     steps = args.data.max_steps
     learning_rate = replace(args.optimizer, warmup_steps=plan.warmup_steps).schedule(plan.total_steps)
@@ -77,6 +78,7 @@ def steps_of(run: Run, way: str, warmup: int) -> dict[str, Any]:
         world.watch.compilation_counts_as_progress()
     loader = task.steps(plan.packs_per_step, 0, run.state.position, steps, plan.total_steps)
     tokens, flops, loss = 0, 0.0, 0.0
+    kernels = run.monitor.kernels  # of a GPU's first step; None on a CPU
     with closing(iter(loader)) as batches, scheduled_gc():
         prefetcher = StepPrefetcher(batches, task, world)
         profiler = _profiler(world.device) if way == PROFILED else nullcontext()
@@ -90,7 +92,11 @@ def steps_of(run: Run, way: str, warmup: int) -> dict[str, Any]:
                 data, counts = prefetcher.pop(step + 1)
                 assert data is not None, "stopped by a signal"
                 ahead = None if step + 1 == steps else prefetcher
+                if kernels:
+                    kernels.begin()
                 loss = run.stepper.step(step, learning_rate(step), data.micro_batches, counts, ahead).loss
+                if kernels:
+                    kernels.end()
                 if step >= warmup:
                     tokens += counts.num_tokens
                     flops += task.flops(counts)
@@ -98,7 +104,10 @@ def steps_of(run: Run, way: str, warmup: int) -> dict[str, Any]:
             seconds = time.perf_counter() - started
     world.watch.rest()
     row = {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / (steps - warmup), "loss": loss}
-    row |= {"peak_gb": peak_memory_gb(world.device)} | clocks
+    row |= {
+        "peak_gb": peak_memory_gb(world.device),
+        "attention": kernels.found if kernels else "",
+    } | clocks
     if peak := peak_flops(world.device, args.precision.bf16, args.log.peak_tflops_per_gpu):
         row["mfu"] = flops / seconds / world.size / peak
     if way == PROFILED:

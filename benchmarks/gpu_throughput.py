@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.dry_run import DDP
+from benchmarks.dry_run import DDP, FSDP2
 from benchmarks.gpu_clocks import HEADS, cells
 from benchmarks.gpu_models import (
     KINDS,
@@ -53,6 +53,7 @@ class Arguments(Flags):
     steps: int = flag(8, "Steps timed, after --warmup that are not.")
     warmup: int = flag(3, "Steps before.")
     gpus: int | None = flag(None, "GPUs of a run that does not fit one. Default: all.")
+    fsdp2: bool = flag(False, "All rows by train_fsdp2.py, on one GPU too.")
     device_memory: float | None = flag(None, "GiB of a GPU, for the dry run. Default: what it has.")
     minutes: float = flag(9.0, "End after this.")
     row_seconds: float = flag(180.0, "Give a row up after this.")
@@ -70,9 +71,12 @@ def rows_of(args: Arguments, place: Path) -> Iterator[dict]:
     on_gpu = args.device == "cuda"
     gpus = args.gpus or (torch.cuda.device_count() if on_gpu else 1)
     memory = args.device_memory or (torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else None)
+    scripts = (FSDP2,) if args.fsdp2 else (DDP, FSDP2)[: 1 + (gpus > 1)]
     for size in args.sizes.split(","):
         try:
-            script, tokens = that_fits(size, args.tokens, gpus, memory) if memory else (DDP, args.tokens)
+            script, tokens = (
+                that_fits(size, args.tokens, scripts, gpus, memory) if memory else (scripts[0], args.tokens)
+            )
         except UserError as error:
             yield {"size": size, "mode": "torch", "error": failure(error)}
             continue
@@ -93,14 +97,14 @@ def table(args: Arguments, rows: list[dict]) -> str:
         "",
         command,
         "",
-        "| model | layers by | tokens a pack | tokens/s | against the peer | against TE, BF16 | MFU | peak memory, GB "
-        f"| loss | {' | '.join(HEADS)} |",
-        "|---|---|" + "--:|" * (6 + len(HEADS)) + "--:|",
+        "| model | layers by | attention | tokens a pack | tokens/s | against the peer | against TE, BF16 | MFU "
+        f"| peak memory, GB | loss | {' | '.join(HEADS)} |",
+        "|---|---|---|" + "--:|" * (7 + len(HEADS)),
     ]
     for row in rows:
         name = f"{row['size']} | {KINDS[row['mode']][0]}"
         if "error" in row:
-            lines.append(f"| {name} | {row['error']} |" + " |" * (6 + len(HEADS)))
+            lines.append(f"| {name} | {row['error']} |" + " |" * (7 + len(HEADS)))
             continue
         ratios = [
             next((f"{row['tokens_per_second'] / r['tokens_per_second']:.2f} x" for r in rows if _is(r, row, base)), "")
@@ -108,8 +112,8 @@ def table(args: Arguments, rows: list[dict]) -> str:
         ]
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
         lines.append(
-            f"| {name} | {row['tokens']:,} | {row['tokens_per_second']:,.0f} | {' | '.join(ratios)} | {mfu} "
-            f"| {row['peak_gb']:.1f} | {row['loss']:.3f} | {cells(row)} |"
+            f"| {name} | {row['attention']} | {row['tokens']:,} | {row['tokens_per_second']:,.0f} "
+            f"| {' | '.join(ratios)} | {mfu} | {row['peak_gb']:.1f} | {row['loss']:.3f} | {cells(row)} |"
         )
     lines += ["", "Rows, as commands:", "", "```sh", *(row["command"] for row in rows if "command" in row), "```"]
     return "\n".join(lines) + "\n"

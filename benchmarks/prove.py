@@ -296,10 +296,10 @@ def prepare(work: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def prove_all(args: Arguments, work: Path) -> dict[Row, Bounds | str]:
-    """Two processes at a time: most of a run is imports, which take one core."""
+    """A process for every four cores, at least two: most of a run is imports, which take one core."""
     initial = prepare(work)
     found = rows(args.device, torch.cuda.device_count())
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4)) as pool:
 
         def start(name: str) -> Future[dict]:
             flags = {"worker": name, "keep": work, "device": args.device}

@@ -83,15 +83,16 @@ class _Cycle:
         self.held = (self, *held)
 
 
-def _train(sharded: bool, x: torch.Tensor) -> tuple[torch.nn.Module, list[float]]:
-    """A model after three steps of DDP or FSDP2, and their losses."""
+def _trained(sharded: bool, x: torch.Tensor) -> torch.nn.Module:
+    """A model after three steps of DDP or FSDP2."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3))
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)).to(x.device)
     if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model, mesh=init_device_mesh(x.device.type, (dist.get_world_size(),)))
     else:
         model = DistributedDataParallel(model, process_group=dist.new_group())
-    return model, _steps(model, x)
+    _steps(model, x)
+    return model
 
 
 def _steps(model: torch.nn.Module, x: torch.Tensor) -> list[float]:
@@ -105,25 +106,24 @@ def _steps(model: torch.nn.Module, x: torch.Tensor) -> list[float]:
     return losses
 
 
-def _fork_beside_models(sharded: bool) -> None:
-    """A model that trains on, and one that is garbage whose reducer alone holds its destroyed group.
+def fork_beside_models(sharded: bool, device: str, starts: int) -> None:
+    """On a rank: workers beside a model that trains on, and one that is garbage, whose reducer alone holds its group.
 
-    Without workers the same steps give the same losses.
+    The steps after the workers have the losses of a model that had none. tests/gpu/test_workers.py: over NCCL.
     """
-    dist.init_process_group("gloo")
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
-    model, _ = _train(sharded, x)
-    expected = _steps(model, x)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+    expected = _steps(_trained(sharded, x), x)
     gc.disable()  # the rank keeps its garbage, the workers have it
-    lost, _ = _train(sharded, x)
+    lost = _trained(sharded, x)
     if not sharded:
         dist.destroy_process_group(lost.process_group)
     gone = weakref.ref(lost)
     _Cycle(lost)
     del lost
-    model, _ = _train(sharded, x)
-    items = [item.tolist() for item in deliver(_Collected(gone), 2, 2, False)]
-    assert items == [[False, True]] * 2
+    model = _trained(sharded, x)
+    for _ in range(starts):
+        assert [item.tolist() for item in deliver(_Collected(gone), 2, 2, False)] == [[False, True]] * 2
     assert _steps(model, x) == expected
     dist.barrier()
     os._exit(0)  # as a worker does: a rank's own destructors are not what is tested
@@ -132,5 +132,5 @@ def _fork_beside_models(sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_worker_destroys_nothing_that_it_inherits(sharded):
     """torch 2.13: ~ProcessGroupGloo, from ~Reducer, waits in a worker for threads of its rank, for ever."""
-    codes, said = on_ranks(2, _fork_beside_models, sharded)
+    codes, said = on_ranks(2, fork_beside_models, sharded, "cpu", 1)
     assert codes == [0, 0], "\n".join(said)
