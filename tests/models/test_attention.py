@@ -40,13 +40,13 @@ def error(ours, exact):
     return ((ours - exact).norm() / exact.norm()).item()
 
 
-def ours(qkv):
+def ours(qkv, at=None):
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     cos, sin = rotary_tables(positions, DIM)
     if qkv.dtype == torch.float64:
         cos, sin = cos.double(), sin.double()
     cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-    return packed_attention(qkv, cos, sin, cu_seqlens, max(LENGTHS))
+    return packed_attention(qkv, cos, sin, cu_seqlens, max(LENGTHS), at)
 
 
 @pytest.fixture(params=[1.0, 6.0], ids=["mild scores", "peaked scores"])
@@ -67,6 +67,17 @@ def test_attention_equals_reference(dtype, bound, inputs):
     assert error(out, exact[0]) < bound
     for which in range(3):
         assert error(grads[:, :, which], exact[1][:, :, which]) < bound, "qkv"[which]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 2e-5), (torch.float32, 2e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_attention_of_some_tokens_equals_reference(dtype, bound, with_gradients, inputs):
+    """In any order, twice one of them, and of some sequences none."""
+    qkv, at = inputs[0].to(dtype), torch.tensor([516, 0, 25, 90, 25])
+    with torch.set_grad_enabled(with_gradients):
+        some = ours(qkv.requires_grad_(with_gradients), at)
+    assert error(some.detach().double(), definition(qkv.detach().double(), LENGTHS)[at]) < bound
+    assert some.requires_grad == with_gradients
 
 
 def test_attention_bf16_products_are_exact(inputs):

@@ -96,11 +96,13 @@ class SelfAttention(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
         layout: Layout | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         qkv = self.layernorm_qkv(x).view(len(x), self.heads, 3, -1)  # [T, H, 3, D]
         if layout is not None:
-            return self.proj(layout.attention(qkv, *rotary))
-        return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen))
+            attended = layout.attention(qkv, *rotary)
+            return self.proj(attended if at is None else attended[at])
+        return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen, at))
 
 
 class TransformerLayer(nn.Module):
@@ -121,8 +123,8 @@ class TransformerLayer(nn.Module):
     ) -> Stream:
         """at: int64 [P], the tokens whose output is wanted; None: all."""
         x = total(stream)
-        attended = self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout)
-        x = x + attended if at is None else x[at] + attended[at]
+        attended = self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout, at)
+        x = (x if at is None else x[at]) + attended
         return Stream(x, self.layernorm_mlp(x))
 
 

@@ -50,13 +50,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+def packed_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int, at: Tensor | None = None
+) -> Tensor:
     """Rotary self-attention of a pack.
 
     qkv [T, H, 3, D] (query, key, value of each head, not yet rotated), cos and sin [T, D/2], cu_seqlens int32 [B + 1]
-    (on the CPU too when qkv is there), max_seqlen the longest sequence. Returns [T, H * D]. Scores are scaled by
-    1/sqrt(D).
+    (on the CPU too when qkv is there), max_seqlen the longest sequence. at: int64 [P], the tokens wanted; None: all.
+    Returns [T, H * D], or [P, H * D]. Scores are scaled by 1/sqrt(D).
     """
+    if at is not None:
+        if has_cpu_kernel(qkv) and not torch.is_grad_enabled():
+            return cpu.attention_at(qkv, cos, sin, cu_seqlens, at)
+        return packed_attention(qkv, cos, sin, cu_seqlens, max_seqlen)[at]
     if has_cpu_kernel(qkv):
         return cpu.attention(qkv, cos, sin, cu_seqlens)
     q, k, v = qkv.unbind(2)

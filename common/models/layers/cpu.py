@@ -281,6 +281,22 @@ def attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, kv_head
     return (_attend if direct else _attention)(qkv, cos, sin, cu_seqlens, kv_heads)[0]
 
 
+def attention_at(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, at: Tensor) -> Tensor:
+    """The rows `at`, int64 [P], of an encoder's `attention`, and no others: [P, H * D]. Without gradients."""
+    out = qkv.new_empty(len(at), qkv.shape[1], qkv.shape[-1])
+    factors = rotation_factors(cos, sin, 0)
+    for span in _spans(cu_seqlens):
+        (rows,) = ((at >= span.start) & (at < span.stop)).nonzero(as_tuple=True)
+        if not len(rows):  # the kernel divides by their number
+            continue
+        rotated = torch.empty_like(qkv[span])
+        rotate(qkv[span], rotated, 0, *(f[span] for f in factors))
+        with torch.autocast("cpu", enabled=False):
+            q, k, v = split_heads(rotated.float(), 0)
+            out[rows] = flash(q[at[rows] - span.start], k, v)[0].to(out.dtype)
+    return out.flatten(1)
+
+
 def _attend(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """The output [T, H * D] of `attention`; for the backward pass, qkv rotated and lse, fp32 [T, H].
 
@@ -396,4 +412,7 @@ def rotate(qkv: Tensor, out: Tensor, kv_heads: int, direct: Tensor, crossed: Ten
         out[:, rotated:] = qkv[:, rotated:]
         qkv, out = qkv[:, :rotated], out[:, :rotated]
     x = qkv.float()
-    out.copy_((x * direct).addcmul_(x.roll(x.shape[-1] // 2, -1), crossed))
+    to = out if out.dtype == x.dtype else torch.empty_like(x)
+    torch.mul(x, direct, out=to).addcmul_(x.roll(x.shape[-1] // 2, -1), crossed)
+    if to is not out:
+        out.copy_(to)

@@ -76,13 +76,15 @@ class SelfAttention(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
         layout: Layout | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         q, k, v = self.layernorm_qkv(x).chunk(3, dim=-1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         qkv = torch.stack([part.unflatten(-1, (self.heads, -1)) for part in (q, k, v)], dim=2)  # [T, H, 3, D]
         if layout is not None:
-            return self.proj(layout.attention(qkv, *rotary))
-        return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen))
+            attended = layout.attention(qkv, *rotary)
+            return self.proj(attended if at is None else attended[at])
+        return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen, at))
 
 
 class TransformerLayer(nn.Module):
@@ -105,6 +107,6 @@ class TransformerLayer(nn.Module):
     ) -> Stream:
         """at: int64 [P], the tokens whose output is wanted; None: all."""
         x = total(stream)
-        attended = self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout) / self.scale
-        x = x + attended if at is None else x[at] + attended[at]
+        attended = self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout, at) / self.scale
+        x = (x if at is None else x[at]) + attended
         return Stream(x, self.layernorm_mlp(x) / self.scale)

@@ -25,9 +25,10 @@ def test_they_are_those_of_the_whole_pack(kind):
         every, some = model(ids, **pack, output_hidden=True), model(ids, **pack, output_hidden=True, at=at)
     torch.testing.assert_close(some.logits, every.logits[at], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(some.hidden, every.hidden[at], rtol=1e-5, atol=1e-5)
-    calls = []
-    model.layers[-1].layernorm_mlp.register_forward_hook(lambda _module, inputs, _out: calls.append(len(inputs[0])))
+    calls, last = [], model.layers[-1]
+    for module in (last.self_attention.proj, last.layernorm_mlp):
+        module.register_forward_hook(lambda _module, inputs, _out: calls.append(len(inputs[0])))
     with torch.inference_mode():
         model(ids, **pack, at=at)
     if not family.reads_sets:
-        assert calls == [3]
+        assert calls == [3, 3]
