@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--config_name", default="facebook/esm2_t30_150M_UR50D")
     parser.add_argument("--proteins", type=int, default=20, help="of the file's first")
     parser.add_argument("--rounds", type=int, default=3, help="0: only what int8 changes")
-    parser.add_argument("--tokens_per_pack", type=int, default=EncoderFlags.tokens_per_pack)
+    parser.add_argument("--tokens_per_pack", type=int)
     parser.add_argument("--esm_cpp")
     parser.add_argument("--model_name_or_path")
     parser.add_argument("--trained", default="the model", help="what the table calls it")

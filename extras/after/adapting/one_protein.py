@@ -103,7 +103,7 @@ def loss_of(encoder: Encoder, sequences: Sequences, each: Callable[[Tensor], Any
     """A step's loss, in nats a residue averaged over its sequences. each: called with the part of each pack, as a sum
     over batches of means."""
     total, device = 0.0, encoder.device
-    for pack in packs([len(ids) for ids in sequences.ids], encoder.flags.tokens_per_pack):
+    for pack in packs([len(ids) for ids in sequences.ids], encoder.flags.pack_tokens):
         ids, labels, weights = (torch.from_numpy(np.concatenate([part[n] for n in pack])) for part in sequences)
         lengths = [len(sequences.ids[n]) for n in pack]
         ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)

@@ -29,7 +29,7 @@ from extras.after.downstream.probe_fits import Outputs
 from extras.after.downstream.saved_probe import ABOUT, PROBE, probes_hash, read_probes
 from extras.after.downstream.tuned_model import is_tuned, read_tuned
 from extras.after.inference.embedding import EmbeddingFlags, Making, embed_part, embed_with
-from extras.after.inference.encoder import INT8, Encoder, EncoderFlags, Facts, Protein
+from extras.after.inference.encoder import INT8, PACK, Encoder, EncoderFlags, Facts, Protein
 from extras.after.inference.exported import exported
 from extras.after.inference.int8 import check_int8
 from extras.prepare.output_directory import refuse_inputs
@@ -51,7 +51,7 @@ class PredictionFlags(Flags):
         "The model of the embeddings, or that LoRA's matrices belong to: if it has moved, or if embed.py had it.",
     )
     coverage: float = flag(COVERAGE, "How often the interval, or the set of classes, is to hold the truth.")
-    tokens_per_pack: int = flag(4096, "Tokens per forward pass; more need more memory.")
+    tokens_per_pack: int | None = flag(None, PACK)
     proteins_per_part: int = flag(1000, "Proteins in a file; at most so many are lost when the run is stopped.")
     int8: bool = flag(False, INT8)
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")

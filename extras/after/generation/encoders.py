@@ -71,7 +71,7 @@ def generated(
 
     total = sum(int(template.is_free.sum()) for template in begun)
     with slow_bar(total, "residues", desc="Generating") as bar:
-        complete = run_all(started(), compute, encoder.flags.tokens_per_pack, bar.update)
+        complete = run_all(started(), compute, encoder.flags.pack_tokens, bar.update)
         for template, protein in zip(begun, complete, strict=True):
             residues = list(template.residues.decode())
             for place, token in zip(np.flatnonzero(template.is_free), protein.ids[protein.places], strict=True):

@@ -138,7 +138,7 @@ class Causal:
     def _next_tokens(self, sequences: Sequence[np.ndarray], done: Progress) -> list[np.ndarray]:
         """log p of each token of each sequence but the first, float64 [tokens - 1]."""
         results: list[Any] = [None] * len(sequences)
-        for pack in packs([len(each) for each in sequences], self.flags.tokens_per_pack):
+        for pack in packs([len(each) for each in sequences], self.flags.pack_tokens):
             lengths = [len(sequences[number]) for number in pack]
             ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
             ids = ids.to(self.device)

@@ -80,6 +80,7 @@ Item = TypeVar("Item")
 Each = Iterator[tuple[int, Tensor]]
 
 
+PACK = "Tokens per forward pass; more need more memory. Default: 4096 on a GPU, 2048 on a CPU."
 INT8 = "Matmuls of 8-bit integers: faster on CPUs with VNNI or AMX, two digits."
 
 
@@ -97,7 +98,7 @@ class EncoderFlags(Flags):
     max_seq_length: int = flag(
         1024, "Tokens, <cls> and <eos> included; longer proteins are split into overlapping windows."
     )
-    tokens_per_pack: int = flag(4096, "Tokens per forward pass; more need more memory.")
+    tokens_per_pack: int | None = flag(None, PACK)
     bf16: bool = flag(False, "Compute in bfloat16: faster on GPUs and some CPUs, three digits.")
     int8: bool = flag(False, INT8)
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
@@ -113,6 +114,10 @@ class EncoderFlags(Flags):
             from extras.after.inference.int8 import check_int8
 
             check_int8(self.device, self.bf16)
+
+    @property
+    def pack_tokens(self) -> int:
+        return self.tokens_per_pack or (2048 if self.device.type == "cpu" else 4096)
 
     @property
     def device(self) -> torch.device:
@@ -237,7 +242,7 @@ class Encoder:
         context: Any = None,
     ) -> Each:
         self.fit_int8(sequences)
-        for pack in packs([len(sequence) for sequence in sequences], self.flags.tokens_per_pack):
+        for pack in packs([len(sequence) for sequence in sequences], self.flags.pack_tokens):
             lengths = [len(sequences[number]) for number in pack]
             ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
             starts = [0, *np.cumsum(lengths)[:-1].tolist()]
