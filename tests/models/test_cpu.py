@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.models.layers.cpu import Cpu
+from common.models.layers.cpu_features import Cpu
 
 AVX512 = "avx avx2 avx512f avx512bw avx512dq avx512vl"
 SKYLAKE = Cpu("GenuineIntel", frozenset(AVX512.split()))

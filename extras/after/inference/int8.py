@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from common.cli import UserError
 from common.compat import onednn_int8_linear, onednn_int8_weight
-from common.models.layers.cpu import Cpu, onednn_level, this_cpu
+from common.models.layers.cpu_features import Cpu, onednn_level, this_cpu
 from common.models.layers.linear import linear
 
 LEVELS = 127

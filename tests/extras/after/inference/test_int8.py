@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.models.family import encoder_family
 from common.models.layers.config_base import override
-from common.models.layers.cpu import Cpu
+from common.models.layers.cpu_features import Cpu
 from common.models.layers.initialise import initialise
 from extras.after.inference import int8
 from extras.after.inference.encoder import Encoder, EncoderFlags
