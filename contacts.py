@@ -248,7 +248,8 @@ def load(args: Arguments, name: str, device: torch.device, chains: list[Chain]) 
 
         model = read_stock_model(name, device)
         if args.int8:
-            fit_linears(model, lambda: [attention_features(model, ids) for ids in first(c.ids for c in chains)])
+            sample = list(first(chain.ids for chain in chains))
+            fit_linears(model.esm.encoder, lambda: [attention_features(model, ids) for ids in sample])
         if (alphabet := alphabet_of(name)).chains:
             return head_of(model), partial(complex_features, model, alphabet)
         return head_of(model), partial(chain_features, model)

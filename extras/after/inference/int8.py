@@ -183,7 +183,10 @@ def fit_int8(encoder: Any, sequences: Iterable[np.ndarray]) -> None:
 
 
 def fit_linears(model: nn.Module, run: Callable[[], object]) -> None:
-    """Make the matmuls of all `nn.Linear` in a stock model int8 ones, smoothed for what `run` gives the model."""
+    """Make the matmuls of all `nn.Linear` in a stock encoder int8 ones, smoothed for what `run` gives them.
+
+    Their weights are given up: none may be tied to others, as a decoder's to the embeddings.
+    """
     ranges = {module: Ranges() for module in model.modules() if isinstance(module, nn.Linear)}
     for module, of_input in ranges.items():
         module.forward = partial(_by, of_input, module)

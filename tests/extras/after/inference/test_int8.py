@@ -11,14 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import EsmForMaskedLM
 
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.family import encoder_family
 from common.models.layers.config_base import override
 from common.models.layers.cpu_features import Cpu
 from common.models.layers.initialise import initialise
+from extras.after.downstream.contacts import attention_features
 from extras.after.inference import int8
 from extras.after.inference.encoder import Encoder, EncoderFlags
-from extras.after.inference.int8 import INT8_MATMULS, LEVELS, ROWS, Int8Matmul, fit_int8, smoothing_of
+from extras.after.inference.int8 import INT8_MATMULS, LEVELS, ROWS, Int8Matmul, fit_int8, fit_linears, smoothing_of
 from tests.data_fixtures import write_fasta
 from tests.extras.after.inference.embed_fixtures import make_model, ran, refused
 
@@ -128,6 +131,19 @@ def test_model_of_every_family(name, tmp_path):
     for got, expected in zip(encoder.hidden(sequences), exact.hidden(sequences), strict=True):
         assert F.cosine_similarity(got, expected, dim=1).min() > 0.99
         assert (got - expected).abs().max() > 1e-4
+
+
+def test_stock_encoder_and_its_contacts(model):
+    """What contacts.py reads: attention maps, of transformers' own model."""
+    stock = EsmForMaskedLM.from_pretrained(model, attn_implementation="eager").eval()
+    ids = torch.from_numpy(ESM2_TOKENS.encode(proteins(1)[0][1].encode())).long()[None]
+    with torch.inference_mode():
+        before = attention_features(stock, ids[0].numpy())
+        fit_linears(stock.esm.encoder, lambda: stock(ids))
+        after = attention_features(stock, ids[0].numpy())
+    assert not any(part.weight.numel() for part in stock.esm.encoder.modules() if isinstance(part, torch.nn.Linear))
+    assert np.corrcoef(before.ravel(), after.ravel())[0, 1] > 0.99
+    assert np.abs(before - after).max() > 1e-6
 
 
 @pytest.mark.parametrize(
