@@ -18,7 +18,8 @@ from torch import Tensor
 
 from benchmarks.measuring import publish, where_measured
 from common.cli import UserError, run
-from extras.after.inference.encoder import Encoder, EncoderFlags, Window, windows
+from extras.after.inference.encoder import Encoder, EncoderFlags
+from extras.after.inference.packed import Window, windows
 from extras.prepare.sources.fasta import read_fasta
 
 MASKED = 0.15  # of the residues
