@@ -257,6 +257,7 @@ def load(args: Arguments, name: str, device: torch.device, chains: list[Chain]) 
 
     flags = EncoderFlags(name, max_seq_length=LONGEST + MOST_SPECIAL, use_cpu=args.use_cpu, int8=args.int8)
     encoder = Encoder(flags, device)
+    encoder.fit_int8(chain.sequence.encode() for chain in chains)
     if not args.context.homologs:
         return None, SetFeatures(encoder)
     sources = Sources(args.context, [chain.name for chain in chains])

@@ -21,7 +21,7 @@ from __future__ import annotations
 import extras  # noqa: F401  # isort: skip  (before torch: see common/__init__.py)
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -201,17 +201,18 @@ def check_decoder(args: Arguments) -> None:
 
 
 def load(
-    args: Arguments, made_from: dict[str, Any], model: str, proteins: dict[str, bytes]
+    args: Arguments, made_from: dict[str, Any], model: str, proteins: dict[str, bytes], texts: Iterable[bytes]
 ) -> tuple[Encoder | Causal, list[ContextOf | None]]:
     """The model, and of each context what reads it: one that is None without homologs.
 
-    proteins: that are scored. UserError if model or input have changed since `made_from`.
+    proteins: that are scored; texts: of the FASTA file. UserError if model or input have changed since `made_from`.
     """
     flags, contexts = replace(args, model_name_or_path=model), [None]
     if is_decoder(model):
         encoder: Encoder | Causal = Causal(flags, made_from["directions"], args.decoder.count_ends)
     else:
         encoder = Encoder(flags)
+        encoder.fit_int8(texts)
     if args.context.homologs:
         contexts = [*Contexts(args.context, encoder, Sources(args.context, proteins).of).readers(proteins)]
     now = input_hashes(args) | {"model_hash": model_hash(model)} | args.context.hashes(proteins)
@@ -274,7 +275,7 @@ def score_table(args: Arguments) -> None:
         if not args.overwrite and is_finished(output, record, made_from):
             logger.info("%s was made from the same input and arguments: nothing to do", output)
             return
-        loaded, contexts = load(args, made_from, model, used)
+        loaded, contexts = load(args, made_from, model, used, texts.values())
         values = each_column(scores, contexts, of_variants(loaded, variants, scores))
         about: dict[str, Any] = {"made_from": made_from, "model_name_or_path": args.model_name_or_path} | left_out
         if isinstance(loaded, Encoder) and args.adaptation.adapt:
@@ -304,7 +305,7 @@ def score_all(args: Arguments) -> None:
         claim = claimed(directory, inputs, made_from, args.overwrite, earlier, "--output")
         if (output := stack.enter_context(claim)) is None:
             return
-        loaded, contexts = load(args, made_from, model, proteins)
+        loaded, contexts = load(args, made_from, model, proteins, texts.values())
         which, about = scores_of(args, model), {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
         scores = each_column(which, contexts, of_single_mutants(loaded, list(texts.values())))
         if isinstance(loaded, Encoder) and args.adaptation.adapt:

@@ -83,6 +83,7 @@ def speeds(args: argparse.Namespace, texts: list[bytes], directory: Path) -> lis
     ways = {}
     for name, flags in {"fp32": {}, "--bf16": {"bf16": True}, "--int8": {"int8": True}}.items():
         encoder = Encoder(EncoderFlags(str(model), use_cpu=True, tokens_per_pack=args.tokens_per_pack, **flags))
+        encoder.fit_int8(texts)
         ways[f"`embed.py`, {name}"] = lambda encoder=encoder: embed_seconds(encoder, texts)
     if args.esm_cpp:
         ways["esm-cpp, INT8"] = Peer(args.esm_cpp, model, sequences).seconds
@@ -126,6 +127,7 @@ def masked_nats(encoder: Encoder, texts: list[bytes]) -> float:
 def changes(args: argparse.Namespace, texts: list[bytes]) -> list[str]:
     """What int8 changes of a model's numbers."""
     exact, coarse = (Encoder(EncoderFlags(args.model_name_or_path, use_cpu=True, int8=int8)) for int8 in (False, True))
+    coarse.fit_int8(texts)
     pairs = list(zip(*(embed(each, [("", text) for text in texts]) for each in (exact, coarse)), strict=True))
     residues = torch.cat([F.cosine_similarity(a, b, dim=1) for a, b in pairs])
     means = torch.stack([F.cosine_similarity(a.mean(0), b.mean(0), dim=0) for a, b in pairs])

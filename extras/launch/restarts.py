@@ -40,7 +40,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 def output_dir_of(arguments: list[str]) -> Path | None:
     """The train script's --output_dir; None for a command that writes no checkpoints to count starts by."""
-    in_parts = any(Path(word).name in ("embed.py", "predict.py") for word in arguments)
+    in_parts = any(Path(word).name in ("embed.py", "predict.py", "proteingym.py") for word in arguments)
     if in_parts or not {"-m", "--module"}.isdisjoint(arguments):
         return None
     output_dir = None

@@ -129,7 +129,7 @@ def of_probe(args: PredictionFlags, directory: Path) -> Predictor:
         raise UserError(f"--model {directory}: of embeddings by embed.py: give its model as --model_name_or_path")
     if "contexts" in source.settings:
         raise UserError(f"--model {directory}: of embeddings with --homologs, which predict.py does not read")
-    names = ("max_seq_length", "bf16", "int8", "per_residue", "pooling")
+    names = ("max_seq_length", "bf16", "per_residue", "pooling")
     settings = {name: source.settings[name] for name in names if name in source.settings}
     layers = None if source.layer is None else [source.layer]
     return Predictor(model, source.model_hash, settings | {"repr_layers": layers}, probes, probes_hash(directory))

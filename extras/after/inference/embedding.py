@@ -138,9 +138,7 @@ def begin(
         totals.report(f"--fasta {args.fasta}")
     with world.raise_together():
         encoder = making.encoder(args, world.device)
-        encoder.fit_int8(
-            encoder.alphabet.encode(text) for _, text in proteins_of(args.fasta, args.proteins, encoder.alphabet)
-        )
+        encoder.fit_int8(text for _, text in proteins_of(args.fasta, args.proteins, encoder.alphabet))
     with world.on_main_rank() as is_main:
         if is_main:
             if model_hash(args.model_name_or_path) != made_from["model_hash"]:

@@ -161,14 +161,14 @@ class Encoder:
             size = (config.num_hidden_layers, config.hidden_size)
             logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
 
-    def fit_int8(self, sequences: Iterable[np.ndarray]) -> None:
-        """With --int8, once: see `int8.fit_int8`. Without this call the first sequences that are read are taken."""
+    def fit_int8(self, texts: Iterable[bytes]) -> None:
+        """With --int8, once and before all else: see `int8.fit_int8`. texts: proteins, whatever is run later."""
         if self._to_fit:
             from extras.after.inference.int8 import check_int8, fit_int8
 
             check_int8(self.device, self.flags.bf16)
             self._to_fit = False
-            fit_int8(self, sequences)
+            fit_int8(self, map(self.alphabet.encode, texts))
 
     @torch.inference_mode()
     def read(self, homologs: Sequence[bytes]) -> Any:
@@ -177,7 +177,6 @@ class Encoder:
         if not homologs:
             return None
         tokens = [self.alphabet.encode(residues) for residues in homologs]
-        self.fit_int8(tokens)
         ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(self.device)
         ends = torch.from_numpy(np.cumsum([0, *map(len, tokens)], dtype=np.int32)).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
@@ -241,7 +240,7 @@ class Encoder:
         of_layers: Callable[[], list[Tensor]] | None = None,
         context: Any = None,
     ) -> Each:
-        self.fit_int8(sequences)
+        assert not self._to_fit, "fit_int8 comes first"
         for pack in packs([len(sequence) for sequence in sequences], self.flags.pack_tokens):
             lengths = [len(sequences[number]) for number in pack]
             ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))

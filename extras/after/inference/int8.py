@@ -52,7 +52,9 @@ def check_int8(device: torch.device, bf16: bool = False) -> None:
     if bf16:
         raise UserError("--int8 --bf16: one or the other: with --int8 all but the matmuls is in fp32")
     if device.type != "cpu":
-        raise UserError("--int8: for CPUs only, and this runs on a GPU: take --bf16, or add --use_cpu")
+        raise UserError("--int8: for CPUs only, and this runs on a GPU: drop it, or add --use_cpu")
+    if not INT8_MATMULS and has_int8_matmuls(this_cpu(), {}):
+        raise UserError("--int8: ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) keeps oneDNN from VNNI and AMX: unset it")
     if not INT8_MATMULS:
         raise UserError("--int8: this CPU has no instructions for it (VNNI, AMX) and would be slower: drop it")
 

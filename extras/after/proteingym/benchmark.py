@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -117,11 +117,13 @@ class Files:
         return None
 
 
-def load(args: GymFlags, made_from: dict[str, Any]) -> Encoder | Causal:
-    """UserError if the model has changed since `made_from`."""
+def load(args: GymFlags, made_from: dict[str, Any], proteins: Iterable[bytes]) -> Encoder | Causal:
+    """proteins: the wild types, in the reference's order. UserError if the model has changed since `made_from`."""
     model = str(args.model_name_or_path)
     decoder = (made_from["directions"], args.decoder.count_ends) if is_decoder(model) else None
     loaded = Causal(args, *decoder) if decoder else Encoder(args)
+    if isinstance(loaded, Encoder):
+        loaded.fit_int8(proteins)
     if model_hash(model) != made_from["model_hash"]:
         raise UserError(f"{model}: changed while it was read: start again")
     return loaded
@@ -240,7 +242,7 @@ def score_pending(
     assays = {assay.name: assay for assay in reference.assays}
     if pending:
         with world.raise_together():
-            model = load(args, made_from)
+            model = load(args, made_from, (assay.protein for assay in reference.assays))
         # Outside `raise_together`: a rank that fails ends at once, not when the others are done.
         for name in pending[world.rank :: world.size]:
             score_assay(model, assays[name], files.paths[name], args, not world.is_main)

@@ -12,7 +12,7 @@ import pytest
 
 from common.distributed.stopping import PREEMPTED
 from extras.launch.__main__ import TRY_AGAIN
-from extras.launch.restarts import FILE, MAX_STARTS, RestartCounter
+from extras.launch.restarts import FILE, MAX_STARTS, RestartCounter, output_dir_of
 from tests.forked import ROOT, Script
 from tests.live_runs import wait_until
 from tests.patience import run
@@ -187,3 +187,10 @@ def test_restart_counter_ignores_unwritable_directory(tmp_path):
     for _ in range(MAX_STARTS + 1):
         RestartCounter(tmp_path / "file" / "out", "7").increment()
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("script", ["embed.py", "predict.py", "proteingym.py"])
+def test_scripts_that_go_on_by_parts_get_no_record_of_starts(script):
+    """They refuse an --output_dir with anything that is not theirs."""
+    assert output_dir_of([script, "--output_dir", "out"]) is None
+    assert output_dir_of(["train_ddp.py", "--output_dir", "out"]) == Path("out")

@@ -22,6 +22,8 @@ from extras.after.downstream.contacts import attention_features
 from extras.after.inference import int8
 from extras.after.inference.encoder import Encoder, EncoderFlags
 from extras.after.inference.int8 import INT8_MATMULS, LEVELS, ROWS, Int8Matmul, fit_int8, fit_linears, smoothing_of
+from extras.prepare.sample import write_structures
+from extras.prepare.synthetic_structures import coil_structures
 from tests.data_fixtures import write_fasta
 from tests.extras.after.inference.embed_fixtures import make_model, ran, refused
 
@@ -185,7 +187,18 @@ def test_embed_int8(model, tmp_path):
     assert "--overwrite" in refused("embed.py", *flags, "--output_dir", tmp_path / "int8")
 
 
-def test_score_and_contacts_int8(model, tmp_path):
+def test_encoder_of_sets_is_fitted_before_its_maps_are_read(tmp_path):
+    """contacts.py of an E1: features of the first chain are of one pass."""
+    write_tiny("Profluent-Bio/E1-150m", tmp_path / "e1")
+    write_structures(tmp_path / "pdb", coil_structures(8, 5))
+    flags = ("--model_name_or_path", tmp_path / "e1", "--structures", tmp_path / "pdb", "--maps", 0, "--use_cpu")
+    if INT8_MATMULS:
+        ran("contacts.py", *flags, "--output_dir", tmp_path / "out", "--int8")
+    else:
+        assert "VNNI" in refused("contacts.py", *flags, "--output_dir", tmp_path / "out", "--int8")
+
+
+def test_score_int8(model, tmp_path):
     (name, text), *_ = proteins(1, 40)
     fasta = write_fasta(tmp_path / "wild.fasta", [(name, text)])
     table = tmp_path / "mutants.csv"
@@ -196,11 +209,14 @@ def test_score_and_contacts_int8(model, tmp_path):
     if not INT8_MATMULS:
         assert "VNNI" in refused("score.py", *flags, "--int8", "--output", tmp_path / "no.csv")
         return
+    few = tmp_path / "few.csv"
+    few.write_text("\n".join(["mutant", *words[:3]]) + "\n")
     columns = []
-    for more in ((), ("--int8",)):
-        out = tmp_path / f"scored{len(more)}.csv"
+    for number, more in enumerate(((), ("--int8",), ("--int8", "--mutations", few))):
+        out = tmp_path / f"scored{number}.csv"
         ran("score.py", *flags, *more, "--output", out)
         with out.open() as file:
             columns.append(np.array([float(row["masked_marginal"]) for row in csv.DictReader(file)]))
-    assert np.corrcoef(*columns)[0, 1] > 0.99
+    assert np.corrcoef(*columns[:2])[0, 1] > 0.99
     assert np.abs(columns[0] - columns[1]).max() > 1e-5
+    np.testing.assert_allclose(columns[2], columns[1][:3], atol=2e-6)  # fitted to the FASTA file, whatever is scored
