@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +16,12 @@ from common.data.loader import StepCounts
 from common.distributed.world import World
 from common.training import log_row
 from common.training.log_row import FIELDS, RowWindow, StepRecord, StepResult
+from common.training.run_logger import RunLogger
 from common.training.trainer_state import TrainerState
 from extras.publish.trackers import grouped
 from tests.data_fixtures import load_script
 from tests.live_runs import trajectory
-from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
+from tests.training_fixtures import _main, arguments, flags_of, on_ranks, rows, train
 from tests.typed import contributing
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -138,3 +141,16 @@ def test_added_field_is_in_the_reference_and_the_tracker(monkeypatch):
     page = load_script("docs/make_reference.py").metrics_page()
     assert "| `targets` | targets | since the last row, of all ranks |" in page
     assert grouped({"targets": 3}) == {"train/targets": 3}
+
+
+def test_log_line_is_written_at_once(tmp_path, monkeypatch):
+    """In a file that several ranks and threads write, a line in two pieces could have another's words between them."""
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr("sys.stderr", stream)
+    handler = logging.StreamHandler(stream)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    log = RunLogger(arguments(tmp_path).log, tmp_path, ALONE, bf16=False)
+    with log.progress_bar(10, 0):
+        logging.getLogger().warning("a line")
+    assert written == ["a line\n"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import shutil
 import signal
@@ -12,7 +11,6 @@ import struct
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -340,19 +338,6 @@ def test_run_logger_shows_the_curves_at_the_end(tmp_path):
     log.row(row | {"step": 7})
     log.draw_last()
     assert log.tracker.shown == [("training_curves.png", 7)]
-
-
-def test_log_line_is_written_at_once(tmp_path, monkeypatch):
-    """In a file that several ranks and threads write, a line in two pieces could have another's words between them."""
-    written = []
-    stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
-    monkeypatch.setattr("sys.stderr", stream)
-    handler = logging.StreamHandler(stream)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    log = RunLogger(arguments(tmp_path).log, tmp_path, World(0, 0, 1, torch.device("cpu")), bf16=False)
-    with log.progress_bar(10, 0):
-        logging.getLogger().warning("a line")
-    assert written == ["a line\n"]
 
 
 def _show_a_picture(environ: dict, directory: Path, report_to: str) -> None:
