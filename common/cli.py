@@ -22,7 +22,10 @@ MAKE_ROOM = "make room, or choose another --output_dir"
 CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")  # Docker's and Podman's, in a container
 INTERRUPTED = 130  # Ctrl-C, as in shells
 STOPPED_BY_SIGTERM = 143  # SIGTERM, likewise
-LAUNCHER_SPEAKS = "LAUNCHER_SPEAKS"  # in the environment: what started this rank prints its error line, after all else
+LAUNCHER_SPEAKS = (
+    "LAUNCHER_SPEAKS"  # in the environment: the process that prints this rank's error line, after all else
+)
+MEMORY = "MEMORY_CHECKPOINTS"  # in the environment: the launcher's memory for the states of its ranks
 
 
 class MachineFault(RuntimeError):

@@ -8,6 +8,7 @@ names what an upgrade removed.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
@@ -171,12 +172,31 @@ def set_tcp_store_factory(handler: Any, serve: Callable) -> None:
     handler._create_tcp_store_server = serve
 
 
+def set_rank_starter(start: Callable) -> None:
+    """Have torch's launcher start ranks by `start(args, environment, [file of stdout, of stderr])`, which returns what
+    has the methods of a Popen, or None for torch's own way. `SubprocessHandler._popen`: torch 2.11 to 2.15."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    own = SubprocessHandler._popen
+
+    def popen(self: Any, args: tuple, env: dict[str, str]) -> Any:
+        outputs = [file and file.name for file in (self._stdout, self._stderr)]
+        return start(args, env, outputs) or own(self, args, env)
+
+    SubprocessHandler._popen = popen
+
+
 def rendezvous_has_time_zones() -> bool:
     """Whether torch compares the rendezvous' times with UTC's zone (2.13) or without (`datetime.utcnow`, 2.11)."""
     return hasattr(import_module(_DYNAMIC), "timezone")
 
 
 # ---- Python -------------------------------------------------------------------------------------------------
+
+
+def run_exit_functions() -> None:
+    """What atexit holds: Python 3.11 leaves that out at the end of multiprocessing's processes."""
+    atexit._run_exitfuncs()
 
 
 def frame_of_thread(ident: int | None) -> Any:

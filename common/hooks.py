@@ -66,14 +66,8 @@ class Catalogue(Protocol):
     def recipe_pieces(self, tensors: Any, config: Any, where: str) -> Any:
         """Its weights, by our names."""
 
-    def recipe_files(self, directory: Path) -> list[Path]:
-        """The files with the weights of one of its checkpoints; [] of any other directory."""
-
-    def recipe_config_file(self, directory: Path) -> Path:
-        """config.json of such a checkpoint."""
-
-    def recipe_tensors(self, directory: Path) -> dict:
-        """Its weights."""
+    def recipe_checkpoint(self) -> Any:
+        """The module that reads the directory of one of its checkpoints."""
 
     # ---- data ----
 
@@ -197,6 +191,9 @@ class Catalogue(Protocol):
         """--find_learning_rate."""
 
     # ---- export, and checkpoints of other forms ----
+
+    def memory_checkpoints(self, world: Any) -> Any:
+        """Under extras.launch: states in its memory."""
 
     def add_model(self, checkpoint: Path, tokenizer: Any) -> None:
         """--save_hf."""

@@ -103,22 +103,10 @@ def recipe_pieces(tensors: Mapping[str, Any], config: Any, where: str) -> Any:
     return pieces(tensors, config, where)
 
 
-def recipe_files(directory: Path) -> list[Path]:
-    from extras.interop.recipe_checkpoint import weight_files
+def recipe_checkpoint() -> Any:
+    from extras.interop import recipe_checkpoint
 
-    return weight_files(directory)
-
-
-def recipe_config_file(directory: Path) -> Path:
-    from extras.interop.recipe_checkpoint import config_file
-
-    return config_file(directory)
-
-
-def recipe_tensors(directory: Path) -> dict:
-    from extras.interop.recipe_checkpoint import read
-
-    return read(directory)
+    return recipe_checkpoint
 
 
 # ---- data ----
@@ -367,6 +355,12 @@ def find_learning_rate(args: Any, build: Any, world: Any) -> None:
 
 
 # ---- export, and checkpoints of other forms ----
+
+
+def memory_checkpoints(world: Any) -> Any:
+    from extras.launch.memory_checkpoints import MemoryCheckpoints
+
+    return MemoryCheckpoints(world)
 
 
 def add_model(checkpoint: Path, tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ step's forward and backward passes, which only read the state; the optimizer's s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
+from common.compat import foreach_copy_
 
 ALIGNED_TO = 64  # bytes: a cache line, and a multiple of every dtype's size
 
@@ -64,15 +65,28 @@ def _replica_of(tensor: Tensor, rank: int, size: int) -> tuple[int, int]:
     return replica, replicas
 
 
-class PinnedStager:
-    """Holds one copy of a state at a time; the next one reuses its memory.
+def _of_this_process(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
 
-    in_passes: whether forward passes change part of the state (delayed-scaling FP8), so that they must wait as well.
+
+class PinnedStager:
+    """Holds one copy of a state at a time, in `memory`; the next one reuses it.
+
+    in_passes: whether forward passes change part of the state (delayed-scaling FP8), so that they must wait as well;
+    allocate: makes the memory, uint8 [bytes].
     """
 
-    def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer, in_passes: bool = False):
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._in_passes = in_passes
+    def __init__(
+        self,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer,
+        in_passes: bool = False,
+        allocate: Callable[[int], Tensor] = _of_this_process,
+    ):
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._in_passes, self._new_memory = in_passes, allocate
+        self._sources: list[Tensor] = []
+        self._copies: list[Tensor] = []
         self._stream = None
         if device.type == "cuda":
             self._stream, self._done = torch.cuda.Stream(device), torch.cuda.Event()
@@ -84,18 +98,28 @@ class PinnedStager:
 
         UserError if CUDA cannot page-lock enough memory.
         """
-        size = sum(_aligned_bytes(tensor) for tensor in _tensors(state))
-        if self._memory.nbytes < size:
+        size = bytes_of_tensors(state)
+        if self.memory.nbytes < size:
             self._allocate(size)
+        copied, self._sources, self._copies = _placed(state, self.memory)
+        self.repeat()
+        return copied
+
+    @torch.no_grad()
+    def repeat(self) -> None:
+        """Copy the values that the tensors of the last state have now to the same places."""
         if self._stream is None:
-            return _copied(state, self._memory)
+            return foreach_copy_(self._copies, self._sources)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            copied = _copied(state, self._memory)
+            foreach_copy_(self._copies, self._sources, non_blocking=True)
+            for source in self._sources:
+                if source.device.type == "cuda":
+                    source.record_stream(self._stream)  # it may be freed before the copy runs
             self._done.record()
         if self._in_passes:
             torch.cuda.current_stream().wait_event(self._done)
-        return copied
+        return None
 
     def wait(self) -> None:
         """Wait until the last copy is complete."""
@@ -108,17 +132,22 @@ class PinnedStager:
         In one block: torch's allocator of pinned memory rounds each tensor up to a power of two.
         """
         if self._stream is None:
-            self._memory = torch.empty(size, dtype=torch.uint8)
+            self.memory = self._new_memory(size)
             return
         cuda: Any = torch.cuda.cudart()
-        if self._memory.nbytes:
-            cuda.cudaHostUnregister(self._memory.data_ptr())
-        self._memory = torch.empty(size, dtype=torch.uint8)
-        if error := int(cuda.cudaHostRegister(self._memory.data_ptr(), size, 0)):
+        if self.memory.nbytes:
+            cuda.cudaHostUnregister(self.memory.data_ptr())
+        self.memory = self._new_memory(size)
+        if error := int(cuda.cudaHostRegister(self.memory.data_ptr(), size, 0)):
             raise UserError(
                 f"--async_save: CUDA cannot page-lock {size / 1e9:.2f} GB of host memory for a copy of the state "
                 f"(cudaHostRegister: error {error}): give the job more memory, or --async_save False"
             )
+
+
+def bytes_of_tensors(state: dict) -> int:
+    """That `PinnedStager.stage` takes for a copy."""
+    return sum(_aligned_bytes(tensor) for tensor in _tensors(state))
 
 
 def _tensors(value) -> Iterator[Tensor]:
@@ -129,9 +158,9 @@ def _tensors(value) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _copied(state: dict, memory: Tensor) -> dict:
-    """Copy a tree's tensors into `memory`, one after the other; asynchronously on the current stream if on CUDA."""
-    begin = 0
+def _placed(state: dict, memory: Tensor) -> tuple[dict, list[Tensor], list[Tensor]]:
+    """(the tree with tensors that lie in `memory`, one after the other, what is to be copied, and where to)."""
+    begin, sources, copies = 0, [], []
 
     def visit(value):
         nonlocal begin
@@ -141,25 +170,18 @@ def _copied(state: dict, memory: Tensor) -> dict:
             return type(value)(visit(each) for each in value)
         if not isinstance(value, Tensor):
             return value
-        copy = _copy(value, memory[begin:])
+        source, copy = _local(value), torch.empty_like(value, device="cpu", requires_grad=False)
+        if source.numel():
+            # A storage of its own: torch.distributed.checkpoint clones a tensor that is part of a larger storage.
+            place = memory[begin:].numpy()
+            data = torch.frombuffer(place, dtype=source.dtype, count=source.numel()).view(source.shape)
+            _local(copy).set_(data.untyped_storage(), 0, data.shape, data.stride())
+            sources.append(source.detach())
+            copies.append(data)
         begin += _aligned_bytes(value)
         return copy
 
-    return visit(state)
-
-
-def _copy(tensor: Tensor, memory: Tensor) -> Tensor:
-    source = _local(tensor)
-    on_device = source.device.type == "cuda"
-    copy = torch.empty_like(tensor, device="cpu", requires_grad=False)
-    if source.numel():
-        # A storage of its own: torch.distributed.checkpoint clones a tensor that is part of a larger storage.
-        data = torch.frombuffer(memory.numpy(), dtype=source.dtype, count=source.numel()).view(source.shape)
-        data.copy_(source, non_blocking=on_device)
-        _local(copy).set_(data.untyped_storage(), 0, data.shape, data.stride())
-    if on_device:
-        source.record_stream(torch.cuda.current_stream())  # it may be freed before the copy runs
-    return copy
+    return visit(state), sources, copies
 
 
 def _aligned_bytes(tensor: Tensor) -> int:

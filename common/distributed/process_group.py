@@ -82,6 +82,7 @@ def distributed_run(flags: ProcessFlags) -> Iterator[World]:
     every rank with PREEMPTED.
     """
     world = World.from_environment(flags.use_cpu)
+    world.start_up.done("imports")
     use_gpu = world.device.type == "cuda"
     setup_logging(logging.INFO if world.is_main else logging.ERROR)
     faulthandler.enable()
@@ -101,6 +102,7 @@ def distributed_run(flags: ProcessFlags) -> Iterator[World]:
             if flags.cp_size > 1:
                 extra().create_cp_groups(world, flags.cp_size)
             keep_freed_memory()
+            world.start_up.done("process group")
             yield world
     except BaseException as error:
         world.stop.ignore()  # keep the exit status: torchrun signals the remaining ranks once one has ended

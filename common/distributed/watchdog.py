@@ -152,7 +152,8 @@ class Watch(NullWatch):
         self._wake.set()
         self.silence_s = 2.5 * self.poll_s  # a peer is certainly gone: no need to wait long
         deadline = time.monotonic() + 2 * self.silence_s + 0.5
-        while time.monotonic() < deadline and not self._store_is_gone():
+        # A launcher that has noticed signals this rank, and says itself which one is gone.
+        while time.monotonic() < deadline and not self._store_is_gone() and not self._signalled():
             silent, suspects = self._suspects()
             if silent and any(rank in self._peers and not self._peers[rank][0]["collateral"] for rank in suspects):
                 break  # not one of those that, like this rank, ended because of it

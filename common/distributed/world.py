@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.cli import BAD_INPUT, UserError
+from common.distributed.start_up import StartUp
 from common.distributed.stopping import StopRequest
 
 
@@ -151,6 +152,7 @@ class World:
     stop: StopRequest = field(default_factory=StopRequest)
     local_size: int = 1
     watch: NullWatch = field(default_factory=NullWatch)
+    start_up: StartUp = field(default_factory=StartUp)
     timeout_s: int = 1800
     cp_size: int = 1
     cp_group: dist.ProcessGroup | None = None

@@ -7,6 +7,7 @@ A run is a deterministic function of (data, arguments, seed), however often it i
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from common.checkpoint.checkpointer import SaveSchedule
+from common.cli import MEMORY
 from common.data.loader import merge_positions
 from common.distributed.process_group import distributed_run
 from common.distributed.stopping import Preempted
@@ -53,8 +55,12 @@ def run_training(args: RunArguments, build: Build, world: World) -> None:
                 directory = stack.enter_context(RunDirectory(Path(args.checkpoint.output_dir)))
         # With the directory locked, no other run can change the checkpoints.
         restarted = world.broadcast_object(directory and directory.restarted)
-        resume = plan_resume(args.checkpoint, args.do_train, restarted, world)
-        run = set_up(args, build, world, resume, directory, stack)
+        memory = None
+        if MEMORY in os.environ and args.do_train and args.checkpoint.memory_save_steps != 0:
+            memory = stack.enter_context(extra().memory_checkpoints(world))
+        resume = plan_resume(args.checkpoint, args.do_train, restarted, world, memory)
+        world.start_up.done("checkpoint")
+        run = set_up(args, build, world, resume, directory, stack, memory)
         if args.do_train:
             train_steps(run)
         if directory:
@@ -107,6 +113,8 @@ def train_steps(run: Run) -> None:
             requested = prefetcher.save_requested or run.best.saves(state)
             is_due = saves.is_due(state.step, bool(state.skipped_lately), requested)
             saving = save(run, saves) if is_due else 0.0
+            if run.memory:
+                run.memory.after_step(state, step.seconds)
         save(run, saves)
         run.monitor.close(state.step)
         world.watch.mark("save", state.step)
@@ -131,6 +139,8 @@ def take_step(run: Run, prefetcher: StepPrefetcher, saving: float) -> StepRecord
     is_last = run.plan.finished(task.data, state.step + 1, data.position)
     with run.first_step.waited_for():
         result = run.stepper.step(state.step, lr, data.micro_batches, counts, None if is_last else prefetcher)
+    if line := run.world.start_up.report():
+        logger.info(line)
     run.log.quant_stats_rows(result.quant_stats)
     seconds, waited = time.perf_counter() - started, prefetcher.pop_wait()
     flops = task.flops(counts)
@@ -172,6 +182,8 @@ def begin_training(run: Run, first_row: int) -> None:
     # From here on ranks agree on a signal and save. They meet below first, so that none exits by itself any more.
     run.world.stop.save_first()
     run.checkpointer.begin(run.state.step)
+    if run.memory:
+        run.memory.begin(run.checkpointer, run.args.checkpoint.memory_save_steps, run.state.step)
     with run.world.raise_together():
         if run.directory:
             run.directory.claim()

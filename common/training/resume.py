@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common.checkpoint.checkpointer import CheckpointFlags
 from common.checkpoint.files import (
@@ -26,13 +27,13 @@ from common.training.trainer_state import TrainerState
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """The checkpoint a run resumes from, None to start at step 0.
+    """The checkpoint a run resumes from: a directory, or a state in memory; None to start at step 0.
 
     model: the fingerprint in the checkpoint's manifest; state: its trainer state, or a new one; restarted: this is a
     restart of the very job that wrote the output directory last.
     """
 
-    checkpoint: Path | None = None
+    checkpoint: Path | Any = None
     model: dict = field(default_factory=dict)
     state: TrainerState = field(default_factory=TrainerState)
     restarted: bool = False
@@ -59,14 +60,19 @@ class ResumePlan:
             check_same_data(self.state.data, data.identity)
 
 
-def plan_resume(flags: CheckpointFlags, trains: bool, restarted: bool, world: World) -> ResumePlan:
+def plan_resume(flags: CheckpointFlags, trains: bool, restarted: bool, world: World, memory: Any = None) -> ResumePlan:
     """Choose and verify the checkpoint to resume from; all ranks together, with the output directory locked.
 
-    A restarted job resumes from its own newest checkpoint, whatever its flags say. UserError: the checkpoint
+    A restarted job resumes from its own newest checkpoint, whatever its flags say, or from its newest state in memory
+    (extras.launch.memory_checkpoints) if that is not older. UserError: the checkpoint
     asked for is damaged, none of several is whole, none is left of an earlier run, or the trainer state is refused.
     """
     output_dir = Path(flags.output_dir)
     overwrite = flags.overwrite_output_dir and trains and not restarted
+    if restarted and memory and (found := memory.newest()):
+        on_disk = world.broadcast_object(max((step for step, _ in list_checkpoints(output_dir)), default=0))
+        if found.step >= on_disk:
+            return ResumePlan(found, found.model, found.state, restarted)
     request: str | bool = False
     with world.on_main_rank() as is_main:
         if is_main:

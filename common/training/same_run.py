@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.cli import UserError
+from common.cli import LAUNCHER_SPEAKS, UserError
 from common.files.safe_files import shorten
 
 # An operator restarts a finished job's pod within seconds; later than this it is a user who starts the job again.
@@ -61,16 +61,16 @@ def this_job() -> dict:
     one_node = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
     return {
         "job": None if run_id == "none" else f"torchelastic {run_id}",  # "none" is torchrun's default for all jobs
-        "torchrun": _parent_process(),
+        "torchrun": _launcher(),
         "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
         "command": sys.argv[1:],
         "uid": os.environ.get("JOB_UID"),  # a Kubernetes job's (extras/launch/restarts.py)
     }
 
 
-def _parent_process() -> str | None:
-    """Boot id, pid and start time of the parent process, unique over machines; None without /proc."""
-    pid = os.getppid()
+def _launcher() -> str | None:
+    """Boot id, pid and start time of torchrun's process, unique over machines; None without /proc."""
+    pid = os.environ.get(LAUNCHER_SPEAKS) or os.getppid()  # extras.launch forks ranks off a process of its own
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {pid} {started}"

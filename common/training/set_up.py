@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from common.checkpoint.checkpointer import Checkpointer
 from common.distributed.strategy import Strategy
@@ -47,6 +48,7 @@ class Run:
     first_step: FirstStep
     plan: RunPlan
     state: TrainerState
+    memory: Any = None  # of the launcher, for states: extras.launch.memory_checkpoints
 
     @property
     def done(self) -> bool:
@@ -74,14 +76,17 @@ def set_up(
     resume: ResumePlan,
     directory: RunDirectory | None,
     stack: ExitStack,
+    memory: Any = None,
 ) -> Run:
     """Build the model, open data, log and checkpoints, load the checkpoint, resolve what the flags leave open."""
     strategy, built = build(args, world, resume.implementation)
+    world.start_up.done("model")
     with world.on_main_rank() as is_main:  # report bad input before anything is removed or written
         if is_main:
             args.precision.check_stats_directory()
     task = task_of(args)(built, args, world)
     task.open(evaluates=args.do_eval)
+    world.start_up.done("data")
     world.assert_same(task.data.identity)
     evaluator, best = Evaluator(task, strategy), Best(args.best, task.compared, args.downstream.given)
     with world.raise_together():
@@ -117,8 +122,10 @@ def set_up(
             output_dir=args.checkpoint.output_dir,
             objective=flat(args).get("objective", "mlm"),
         )
+    world.start_up.done("model")
     if resume.checkpoint is not None:
         checkpointer.load(resume.checkpoint)
+        world.start_up.done("checkpoint")
     set_hyperparameters(optimizer, args.optimizer)
     grad_scale = strategy.grad_scale(world.size)
     built.precision.attach_restored(grad_scale / (state.gradient_factor or grad_scale))
@@ -147,4 +154,5 @@ def set_up(
         first_step=FirstStep(built.compiled),
         plan=plan,
         state=state,
+        memory=memory,
     )

@@ -10,6 +10,8 @@ python -m extras.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d ... tr
   status 2.
 - The ranks' error line is printed last, without torchrun's report around it.
 - In a pod every other failure becomes TRY_AGAIN: the training operator's restartPolicy ExitCode retries above 127.
+- Ranks are forked off a process with their imports done (extras.launch.forked_ranks), and keep their last states in
+  memory of the launcher (extras.launch.memory): a restart takes neither the imports nor the steps since a checkpoint.
 - A run on one node listens on loopback only, whatever --rdzv_endpoint is. The agents of several nodes share JSON
   (extras.launch.rendezvous), so torchrun itself cannot be one of them.
 """
@@ -29,6 +31,7 @@ from common.distributed.stopping import PREEMPTED, SIGNALS
 TRY_AGAIN = 128 + signal.SIGTERM
 
 received: list[int] = []  # stop signals
+helpers: list[int] = []  # children that are no ranks: the process that ranks are forked off, and Python's own
 
 
 def main() -> None:
@@ -49,21 +52,28 @@ def _torchrun(arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
     from torch.distributed.launcher import api
 
-    from extras.launch import rendezvous
+    from extras.launch import forked_ranks, rendezvous
+    from extras.launch.memory import LauncherMemory
     from extras.launch.restarts import Agent, Stopped, output_dir_of, set_job_uid
 
     set_job_uid()
     Agent.signals, Agent.output_dir = received, output_dir_of(arguments)
-    os.environ[LAUNCHER_SPEAKS] = "1"
+    os.environ[LAUNCHER_SPEAKS] = str(os.getpid())
     # Ranks that exit on a signal have not failed: drop torchrun's report of it.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda _: not received)
     api.LocalElasticAgent = Agent
     try:
         # torchrun installs handlers for the signals named here: leave the stop signals to ours.
-        parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", *arguments])
+        parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", "--start-method=forkserver", *arguments])
         rendezvous.use_json_backend(parsed, run.parse_min_max_nnodes(parsed.nnodes)[1])
-        if run.determine_local_world_size(parsed.nproc_per_node) > 1:
+        if (ranks := run.determine_local_world_size(parsed.nproc_per_node)) > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
+        if Path(parsed.training_script).name.startswith("train_") and hasattr(os, "memfd_create"):  # Linux
+            Agent.memory = LauncherMemory(ranks)
+        if parsed.start_method == "forkserver" and not parsed.no_python:
+            forked_ranks.use()
+            forked_ranks.prepare(parsed.training_script, parsed.module)
+            helpers.extend(_children())
         run.run(parsed)
     except ChildFailedError as error:  # torchrun or the agent has printed which rank failed
         return _shell_status(error.get_first_failure()[1].exitcode)
@@ -80,7 +90,7 @@ def _torchrun(arguments: list[str]) -> int:
 
 def _forward_signal(number: int, frame) -> None:
     received.append(number)
-    ranks = _children()
+    ranks = [rank for child in _children() for rank in (_children(child) if child in helpers else [child])]
     if not ranks:
         # Before the first rank starts or after the last one ends: the next start resumes.
         os._exit(128 + number if number == signal.SIGINT else _final_status(PREEMPTED))
@@ -89,11 +99,12 @@ def _forward_signal(number: int, frame) -> None:
             os.kill(pid, number)
 
 
-def _children() -> list[int]:
+def _children(process: int | str = "self") -> list[int]:
     children: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # a thread that has ended since: a signal handler must not raise
-            children += map(int, (task / "children").read_text().split())
+    with suppress(OSError):  # a process or thread that has ended since: a signal handler must not raise
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with suppress(OSError):
+                children += map(int, (task / "children").read_text().split())
     return children
 
 

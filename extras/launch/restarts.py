@@ -14,7 +14,8 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -28,9 +29,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.cli import BAD_INPUT, UserError, one_line
+from common.distributed.start_up import LAUNCHED
 from common.distributed.stopping import PREEMPTED
 from common.files.safe_files import open_private
 from common.training.same_run import unique_job_id
+from extras.launch.memory import LauncherMemory
 
 MAX_STARTS = 3
 FILE = ".starts"
@@ -54,11 +57,12 @@ def output_dir_of(arguments: list[str]) -> Path | None:
 class RestartCounter:
     """Starts of `job` in a row that made no new checkpoint in `output_dir`; used by the launcher of rank 0.
 
-    If the count cannot be written (no directory, no space) nothing is counted: the run itself reports the reason.
+    in_memory: the newest step there, which counts like a checkpoint. If the count cannot be written (no directory, no
+    space) nothing is counted: the run itself reports the reason.
     """
 
-    def __init__(self, output_dir: Path, job: str):
-        self.output_dir, self.job = output_dir, job
+    def __init__(self, output_dir: Path, job: str, in_memory: Callable[[], int | None] | None = None):
+        self.output_dir, self.job, self.in_memory = output_dir, job, in_memory
         self._created = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
 
     def increment(self) -> None:
@@ -94,16 +98,21 @@ class RestartCounter:
     def _read(self) -> int:
         with suppress(OSError, ValueError, KeyError, TypeError):
             saved = json.loads((self.output_dir / FILE).read_text())
-            if (saved["job"], saved["newest"]) == (self.job, self._newest_checkpoint()):
+            if (saved["job"], saved["newest"]) == (self.job, self._newest_step()):
                 return int(saved["starts"])
         return 0
 
     def _write(self, starts: int) -> None:
         with suppress(OSError):
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"job": self.job, "newest": self._newest_checkpoint(), "starts": starts})
+            content = json.dumps({"job": self.job, "newest": self._newest_step(), "starts": starts})
             with open(self.output_dir / FILE, "w", opener=open_private) as file:
                 file.write(content)
+
+    def _newest_step(self) -> int | None:
+        """Of the checkpoints on the disk and in memory."""
+        steps = (self._newest_checkpoint(), self.in_memory and self.in_memory())
+        return max((step for step in steps if step is not None), default=None)
 
     def _newest_checkpoint(self) -> int | None:
         """Its step; a checkpoint gets its name when it is complete."""
@@ -126,16 +135,21 @@ class Stopped(SignalException):
 class Agent(LocalElasticAgent):
     """torchrun's agent; the methods are those that torch documents for custom agents.
 
-    signals: those received, the launcher's own list; output_dir: the run's, None if it writes no checkpoints.
+    signals: those received, the launcher's own list; output_dir: the run's, None if it writes no checkpoints; memory:
+    for its states.
     """
 
     signals: list[int] = []
     output_dir: Path | None = None
+    memory: LauncherMemory | None = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._counter: RestartCounter | None = None
         self._count_next = True  # False if nodes have only joined or left
+        self._resumed_at: int | None = None  # the newest step in memory at the last start
+        self._futile_starts = 0  # from there, that failed before they came further
+        self._ended: dict[str, float] = {}  # common.distributed.start_up.LAUNCHED, after a failure
         self._limit_message: str | None = None
 
     def run(self, role: str = "default") -> RunResult:
@@ -148,15 +162,25 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._counter = None
+        newest = self.memory and self.memory.newest()
+        came_no_further = newest is not None and newest == self._resumed_at
+        self._futile_starts = self._futile_starts + self._count_next if came_no_further else 0
+        if self.memory and self._futile_starts > 1:  # the state may be the reason: take the checkpoint on the disk
+            self.memory.clear()
+            newest = None
+        self._resumed_at = newest
+        os.environ[LAUNCHED] = json.dumps(self._ended | {"rendezvous": time.time()})
+        self._ended = {}
         if worker_group.group_rank == 0 and self.output_dir:
             job = unique_job_id() or worker_group.spec.rdzv_handler.get_run_id()
-            self._counter = RestartCounter(self.output_dir, job)
+            self._counter = RestartCounter(self.output_dir, job, self.memory.newest if self.memory else None)
             if self._count_next:
                 self._counter.increment()
         self._count_next = False
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        noticed = time.time()
         with _captured(api.logger) as records:
             result = super()._monitor_workers(worker_group)
         statuses = {failure.exitcode for failure in result.failures.values()}
@@ -169,6 +193,7 @@ class Agent(LocalElasticAgent):
             lines = [m["message"] for m in messages if isinstance(m, dict) and "py_callstack" not in m["extraInfo"]]
             sys.stderr.writelines(f"{line}\n" for line in dict.fromkeys(lines))
             self._count_next = True
+            self._ended = {"noticed": noticed, "teardown": time.time()}
             self._limit_restarts(statuses)
         elif result.state == WorkerState.SUCCEEDED and self._counter:
             self._counter.clear()

@@ -123,9 +123,9 @@ def load_config(name: str, read: Callable[[Path], Config], given: str, built_in:
     if not directory.is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
         raise UserError(f"{given}: no such model: neither a directory nor one of {known}{hint}")
     if directory.is_dir() and not path.is_file():
-        if not extra().recipe_files(directory):
+        if not extra().recipe_checkpoint().weight_files(directory):
             raise UserError(f"{given}: this directory has no config.json: give one written by save_pretrained")
-        path = extra().recipe_config_file(directory)
+        path = extra().recipe_checkpoint().config_file(directory)
     try:
         if not directory.is_dir():
             from huggingface_hub import hf_hub_download
@@ -170,7 +170,7 @@ def model_files(name_or_path: str) -> list[Path]:
     root = local_directory(name_or_path)
     others = [root / name for name in ("config.json", "vocab.txt", INDEX)]
     if files := _recipe_files(root):
-        return [extra().recipe_config_file(root), *files]
+        return [extra().recipe_checkpoint().config_file(root), *files]
     return [*(path for path in others if path.is_file()), *_weight_files(root)]
 
 
@@ -190,7 +190,7 @@ def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
     root = local_directory(directory)
     theirs: dict[str, Tensor] = {}
     if _recipe_files(root):
-        return root, extra().recipe_tensors(root)
+        return root, extra().recipe_checkpoint().read(root)
     for path in _weight_files(root):
         try:
             open_regular(path, follow_links=True).close()
@@ -252,7 +252,7 @@ def _recipe_files(root: Path) -> list[Path]:
     """The files with the weights of a checkpoint of the recipe; [] for any other directory or with safetensors."""
     if any(os.path.lexists(root / name) for name in ("model.safetensors", INDEX)):
         return []
-    return extra().recipe_files(root)
+    return extra().recipe_checkpoint().weight_files(root)
 
 
 def _weight_files(root: Path) -> list[Path]:

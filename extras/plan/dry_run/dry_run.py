@@ -112,6 +112,10 @@ def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
         (held.activations_on_host, "activations (--offload_activations)"),
         (held.checkpoint_copy, "copy for a checkpoint that is written in the background"),
     ]
+    if args.checkpoint.memory_save_steps != 0:
+        host.append((2 * held.checkpoint_copy, "the last two states, with extras.launch (--memory_save_steps)"))
+        if (args.dry_run.world_size or 1) > NODE:
+            host.append((2 * held.checkpoint_copy, "the same of a rank of another node"))
     on_host = [f"{size / GIB:10.2f}  {what}" for size, what in host if size]
     return [*lines, "", "In host memory, beside it, for each rank:", *on_host]
 
