@@ -82,8 +82,7 @@ class LiveRun:
 
     def children(self, rank: int = 0) -> list[int]:
         """Process ids of the rank's loader workers."""
-        pid = self.processes[rank].pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return _children(self.processes[rank].pid)
 
     def until(self, happened: Callable[[], bool], poll: float = POLL_S) -> None:
         assert wait_until(happened, self.alive, poll, self.said), f"ended before:\n{self.said()}"
@@ -126,16 +125,30 @@ def torchrun(
 
 
 def ranks_of(agent: int) -> dict[int, int]:
-    """{rank: process id} of a torchrun's ranks."""
+    """{rank: process id} of the ranks of torchrun, or of extras.launch, which have one name and another parent."""
     found, agent = {}, at_work(agent)
-    for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+    children = _children(agent)
+    forked = [rank for child in children if is_running(child) for rank in _children(at_work(child))]
+    for child in (*children, *forked):
         try:
+            name = Path(f"/proc/{child}/comm").read_text().strip()
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            rank = at_work(int(child))
+            rank = at_work(child)
         except OSError:
             continue  # has just ended
-        found |= {int(v.removeprefix(b"RANK=")): rank for v in variables if v.startswith(b"RANK=")}
+        if name.startswith("rank-"):
+            found[int(name.removeprefix("rank-"))] = rank
+        elif child in children:
+            found |= {int(v.removeprefix(b"RANK=")): rank for v in variables if v.startswith(b"RANK=")}
     return found
+
+
+def _children(pid: int) -> list[int]:
+    """Of its main thread."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def is_running(pid: int) -> bool:

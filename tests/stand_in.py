@@ -22,9 +22,12 @@ server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect(os.path.join(os.path.dirname(os.path.realpath(own)), "server"))
 numbers = [getattr(signal, name) for name in PASSED_ON]
 ignored = [int(number) for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
+inherited = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+inherited = [file for file in inherited if os.path.exists(f"/proc/self/fd/{file}") and os.get_inheritable(file)]
 place = os.open(".", os.O_RDONLY)
-asked = marshal.dumps((os.path.abspath(own), arguments, os.getcwd(), dict(os.environ), ignored))
-server.sendmsg([asked], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2, place]))])
+asked = marshal.dumps((os.path.abspath(own), arguments, os.getcwd(), dict(os.environ), ignored, inherited))
+files = array.array("i", [0, 1, 2, place, *inherited])
+server.sendmsg([asked], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
 
 while True:
     word, number = marshal.loads(server.recv(100) or marshal.dumps(("gone", 0)))

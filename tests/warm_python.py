@@ -8,12 +8,13 @@ itself starts with sys.executable is warm as well.
 
 A real interpreter runs instead of it
 
-- what is neither torchrun nor a script or module of this checkout: `-c`, `-m pip`, a script that a test has written;
+- what is neither torchrun nor a script or module of this checkout: `-c` (but for multiprocessing's forkserver),
+  `-m pip`, a script that a test has written;
 - what has other environment variables that are read while importing (READ_BY_IMPORTS) than the server.
 
 What is not as with a real one, and so needs a test with one: the interpreter's own start and end; the launcher's child
-is the stand-in, so /proc shows the environment there, and SIGSTOP, which none can pass on, needs `at_work`; open files
-other than the standard streams, resource limits and niceness are the server's; of a process group that is signalled
+is the stand-in, so /proc shows the environment there, and SIGSTOP, which none can pass on, needs `at_work`; resource
+limits and niceness are the server's; of a process group that is signalled
 only the stand-in is a member. HOME and HF_HOME may differ: the Hub's cache is the server's.
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import importlib
 import logging
@@ -37,6 +39,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import common
@@ -53,6 +56,8 @@ READ_LATER = re.compile(
     "|HF_HOME|HF_TOKEN(_PATH)?|HF_HUB_ETAG_TIMEOUT"  # the Hub's cache, of which nothing is taken, and how it is asked
     "|KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)"  # set by scikit-learn when it is imported
 )
+FORK_SERVER = "from multiprocessing.forkserver import main; "
+MOST_FILES = 32  # that a process inherits
 NAMESPACES = ("net", "uts", "ipc", "mnt")
 SET_PARENT_DEATH_SIGNAL, GET_PARENT_DEATH_SIGNAL = 1, 2  # prctl's
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -114,7 +119,7 @@ class Server:
         self.connections: dict[socket.socket, multiprocessing.process.BaseProcess] = {}
 
     def take(self, connection: socket.socket) -> None:
-        asked, files, _, _ = socket.recv_fds(connection, 250_000, 4)
+        asked, files, _, _ = socket.recv_fds(connection, 250_000, MOST_FILES)
         try:
             if asked:
                 self._start(connection, asked, files)
@@ -126,7 +131,7 @@ class Server:
             os.close(file)
 
     def _start(self, connection: socket.socket, asked: bytes, files: list[int]) -> None:
-        own, arguments, directory, environment, ignored = marshal.loads(asked)
+        own, arguments, directory, environment, ignored, inherited = marshal.loads(asked)
         name, arguments = _what_to_run(arguments, Path(directory))
         if name is None or not self._imports_would_be_the_same(environment):
             _tell(connection, "fresh", 0)
@@ -134,7 +139,7 @@ class Server:
         else:
             spaces = _other_namespaces(connection)
             process = multiprocessing.get_context("fork").Process(
-                target=_run, args=(own, name, arguments, environment, ignored, files, connection, spaces)
+                target=_run, args=(own, name, arguments, environment, ignored, inherited, files, connection, spaces)
             )
             with _children_in(spaces.pop("pid", None)):
                 process.start()
@@ -143,6 +148,8 @@ class Server:
             for file in spaces.values():
                 os.close(file)
             _tell(connection, "runs", process.pid)
+            if name == "-c":
+                _tell(connection, "dies with its launcher", signal.SIGKILL)
 
     def told(self, connection: socket.socket) -> None:
         """A signal has come for the process; or the stand-in is gone."""
@@ -180,6 +187,8 @@ def _what_to_run(arguments: list[str], directory: Path) -> tuple[str | None, lis
     """(script or module, its arguments); None for what needs a real interpreter."""
     if arguments[:1] == ["-u"]:
         arguments = arguments[1:]
+    if arguments[:1] == ["-c"] and arguments[1].startswith(FORK_SERVER):
+        return "-c", arguments[1:]
     if arguments[:1] == ["-m"]:
         name, *arguments = arguments[1:]
         package = name.partition(".")[0]
@@ -229,8 +238,10 @@ def _prctl(option: int, argument) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _run(own, name, arguments, environment, ignored, files, connection, spaces) -> None:
+def _run(own, name, arguments, environment, ignored, inherited, files, connection, spaces) -> None:
     """As a fresh interpreter that has just done its imports."""
+    top = max(inherited, default=0) + 1
+    held = [fcntl.fcntl(file, fcntl.F_DUPFD, max(top, 1000)) for file in files[4:]]
     for space in spaces.values():
         _enter(space)
     os.fchdir(files[3])
@@ -247,12 +258,20 @@ def _run(own, name, arguments, environment, ignored, files, connection, spaces) 
     os.environ.update(environment)
     tempfile.tempdir = None
     sys.executable, sys.argv = str(Path(own).with_name("python")), [name, *arguments]
+    for of_server in (forkserver._forkserver, resource_tracker._resource_tracker):
+        of_server.__init__()  # it has none of its own yet
     _import_common(connection)
     for known in [*logging.root.manager.loggerDict]:
         if known.startswith("torch.distributed.elastic") and "LOGLEVEL" in environment:  # read by imports as well
             logging.getLogger(known).setLevel(environment["LOGLEVEL"])
-    os.closerange(3, 10_000)  # the server's, and those of other stand-ins
-    if name.endswith(".py"):
+    os.closerange(3, 1000)  # the server's, and those of other stand-ins
+    for file, number in zip(held, inherited, strict=True):
+        os.dup2(file, number)
+    os.closerange(max(top, 1000), 10_000)
+    if name == "-c":
+        sys.modules.pop("extras.launch.forked_ranks", None)  # to be imported, as in a process that has it not yet
+        exec(arguments[0], {"__name__": "__main__"})
+    elif name.endswith(".py"):
         runpy.run_path(name, run_name="__main__")
     else:
         sys.modules.pop(name, None)  # what the server imported of that name is not what runs

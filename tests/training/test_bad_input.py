@@ -272,7 +272,7 @@ def test_run_directory_new_torchrun_of_same_rdzv_id_is_new_job(tmp_path, monkeyp
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     parent = "A"
-    monkeypatch.setattr(same_run, "_parent_process", lambda: parent)
+    monkeypatch.setattr(same_run, "_launcher", lambda: parent)
     out = tmp_path / "out"
 
     def restarted() -> bool:
@@ -302,7 +302,7 @@ def test_run_directory_identifies_job_by_uid_flags_or_time(tmp_path, monkeypatch
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("KUBERNETES_SERVICE_HOST", "10.0.0.1")):
         monkeypatch.setenv(name, value)
     pods = count()
-    monkeypatch.setattr(same_run, "_parent_process", lambda: str(next(pods)))
+    monkeypatch.setattr(same_run, "_launcher", lambda: str(next(pods)))
 
     def restarted(done: bool = False) -> bool:
         with closing(run_directory.RunDirectory(tmp_path)) as directory:
