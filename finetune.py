@@ -30,6 +30,7 @@ from common.files.safe_files import read_json, replace_directory, replace_flushe
 from common.flags import parse_arguments
 from common.models.family import encoder_family
 from common.models.layers.hf_directory import model_hash
+from extras.after.downstream.adapters import BASE_HASH
 from extras.after.downstream.calibration import calibration, probabilities_of, temperature_of
 from extras.after.downstream.conformal import scores_of_classes, scores_of_numbers
 from extras.after.downstream.finetuning import FineTuning
@@ -126,7 +127,8 @@ def write(
         if args.full:
             write_lm_head(partial, str(args.model_name_or_path), model)
         else:
-            model.config.save_pretrained(partial)  # the classes' names, which an adapter's own files lack
+            setattr(model.config, BASE_HASH, output.made_from["model"])
+            model.config.save_pretrained(partial)  # with the classes' names; an adapter's own files have neither
         family.adapter.write_tokenizer(partial)
         lora_r = None if args.full else args.value("lora_r")
         (partial / "README.md").write_text(card_of(family, tuning.task, results, lora_r), encoding="utf-8")

@@ -25,6 +25,13 @@ from common.files.runs import final_model_of
 from common.files.safe_files import read_json
 from common.models.family import NO_STOCK, encoder_family
 from common.models.layers.hf_directory import LM_HEAD, TASK_HEADS, dropout_of, local_directory, model_hash
+from extras.after.downstream.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    base_hash_of,
+    base_name_of,
+    merged,
+)
 from extras.after.downstream.labels import TaskSpec
 from extras.after.downstream.probe_fits import Outputs
 from extras.after.downstream.results import RESULTS
@@ -36,7 +43,6 @@ from extras.after.inference.packed import windows
 
 logger = logging.getLogger(__name__)
 MODEL, CALIBRATION = "model", "calibration.safetensors"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEADS = tuple(name.removesuffix(".") for name in TASK_HEADS)
 
 
@@ -147,9 +153,7 @@ class Tuned:
         has_adapter = (self.directory / MODEL / ADAPTER_CONFIG).is_file()
         stock, _ = open_stock(name, self.task, new_head=has_adapter)  # which has the head
         if has_adapter:
-            from peft import PeftModel
-
-            stock = PeftModel.from_pretrained(stock, str(self.directory / MODEL)).merge_and_unload()
+            stock = merged(stock, self.directory / MODEL, HEADS)
         self.head = next(getattr(stock, head) for head in HEADS if hasattr(stock, head)).eval()
         family = encoder_family(name)
         expected, _ = family.adapter.expected(family.load_config(name))
@@ -197,7 +201,8 @@ def read_tuned(directory: Path, given: str | None) -> Tuned:
         results, config = read_json(directory / RESULTS), read_json(model / "config.json")
         made_from, task = results["made_from"], TaskSpec(results["task"], tuple(results["classes"]))
         full = not (model / ADAPTER_CONFIG).exists()
-        base = str(model) if full else given or read_json(model / ADAPTER_CONFIG)["base_model_name_or_path"]
+        base = str(model) if full else given or base_name_of(model)
+        base_hash = "" if full else base_hash_of(config, made_from, where)
         names = [name for _, name in sorted((int(n), name) for n, name in config["id2label"].items())]
         values = {name: made_from[name] for name in ("label_column", "max_seq_length", "bf16")}
         found = load_file(directory / CALIBRATION)
@@ -211,7 +216,7 @@ def read_tuned(directory: Path, given: str | None) -> Tuned:
             f"{model}: its classes are {', '.join(names)[:80]}, those of {RESULTS} {', '.join(task.classes)[:80]}: "
             "run finetune.py again"
         )
-    base_hash, base = model_hash(base) if full else made_from["model"], final_model_of(base)
+    base_hash, base = base_hash or model_hash(base), final_model_of(base)
     own = combined_hash([directory / CALIBRATION, *([] if full else [model / ADAPTER_WEIGHTS])])
     return Tuned(directory, base, base_hash, own, task, **values, temperature=temperature, scores=scores)
 
