@@ -29,8 +29,7 @@ class Generator(Decoder):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-        end = self.model.generation_config.eos_token_id  # a chat model may have several
-        self.end = self.tokenizer.eos_token_id if end is None else end
+        self.end = self.ends or self.tokenizer.eos_token_id
 
     @property
     def chats(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files.safe_files import shorten
 from common.models.layers import hf_directory
 from common.models.layers.config_base import ConfigBase
@@ -86,7 +86,10 @@ class DecoderConfig(ConfigBase):
         content = read_config(path)
         if content.get("model_type") not in ARCHITECTURES:
             raise ValueError(f"model_type is {content.get('model_type')!r}, expected {', '.join(ARCHITECTURES)}")
-        stock = _stock_class(content["model_type"]).from_dict(content)
+        try:
+            stock = _stock_class(content["model_type"]).from_dict(content)
+        except Exception as error:  # of a value's type; many types, some of them no ValueError
+            raise ValueError(one_line(error)) from error
         values = {f.name: getattr(stock, f.name) for f in fields(cls) if hasattr(stock, f.name)}
         rope = dict(stock.rope_parameters)
         values["rope_theta"] = float(rope.pop("rope_theta"))

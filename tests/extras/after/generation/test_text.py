@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,62 @@ def test_generate_ends_at_the_end_of_the_text(said, model, tmp_path):
     end = list(greedy(model, "Once", 1).encode())[0]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [ByteTokenizer.eos_id, end]}))
     assert len(said("--prompt", "Once", "--temperature", 0, model=directory)) == len("Once") + 2
+
+
+def test_generate_applies_no_other_settings_of_the_directory(said, model, tmp_path, caplog):
+    """Of a generation_config.json with which transformers would search beams, ban tokens and stop at once."""
+    directory = Path(shutil.copytree(model, tmp_path / "foreign"))
+    settings = {"max_length": 1, "num_beams": 3, "suppress_tokens": [*range(0, 255, 2)], "no_repeat_ngram_size": 1}
+    (directory / "generation_config.json").write_text(json.dumps(settings | {"max_time": 0.0, "unknown": {"a": 1}}))
+    caplog.set_level("INFO")
+    flags = ("--prompt", "Once", "--max_new_tokens", 12)
+    assert said(*flags, model=directory) == said(*flags)
+    assert (
+        "not applied, flags say how to sample: 'max_length, max_time, no_repeat_ngram_size, num_beams" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("end", ["x", -1, ByteTokenizer.vocab_size, 1 << 70, True, 1.0, [1, "x"], [[1]], {"id": 1}])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_generate_refuses_end_tokens_that_are_no_ids(model, tmp_path, name, end):
+    directory = Path(shutil.copytree(model, tmp_path / "foreign"))
+    content = json.loads((directory / "config.json").read_text()) if name == "config.json" else {}
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    (directory / name).write_text(json.dumps(content | {"eos_token_id": end}))
+    ours, stocks = f"{name}: eos_token_id has .*: must be an id below vocab_size 259: mend it", "field 'eos_token_id'"
+    with pytest.raises(UserError, match=f"{ours}|{stocks}" if name == "config.json" else ours) as error:
+        call(script, "--model_name_or_path", directory, "--use_cpu", "--prompt", "x")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"a": ', "[" * 100_000, None], ids=["empty", "list", "torn", "deep", "fifo"]
+)
+def test_generate_refuses_settings_that_are_no_object(model, tmp_path, content):
+    directory = Path(shutil.copytree(model, tmp_path / "foreign"))
+    file = directory / "generation_config.json"
+    file.unlink(missing_ok=True)
+    os.mkfifo(file) if content is None else file.write_text(content)
+    with pytest.raises(UserError, match="generation_config.json cannot be read: .*: mend or remove it") as error:
+        call(script, "--model_name_or_path", directory, "--use_cpu", "--prompt", "x")
+    assert "\n" not in str(error.value)
+
+
+def test_generate_never_runs_code_of_the_directory(said, model, tmp_path):
+    """Which its configuration names, or transformers finds by the file's name."""
+    directory, ran = Path(shutil.copytree(model, tmp_path / "foreign")), tmp_path / "ran"
+    (directory / "custom_generate").mkdir()
+    for path in (directory / "foreign.py", directory / "custom_generate" / "generate.py"):
+        path.write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\ngenerate = Any = int\n")
+    kinds = ("AutoConfig", "AutoModelForCausalLM")
+    codes = {"config.json": dict.fromkeys(kinds, "foreign.Any")}
+    codes["tokenizer_config.json"] = {"AutoTokenizer": ["foreign.Any", "foreign.Any"]}
+    for name, code in codes.items():
+        content = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps(content | {"auto_map": code}))
+    flags = ("--prompt", "Once", "--temperature", 0, "--max_new_tokens", 4)
+    assert said(*flags, model=directory) == said(*flags)
+    assert not ran.exists()
 
 
 def test_generate_stays_within_the_context(said, caplog):
