@@ -89,6 +89,8 @@ def write(outputs: Outputs, file: Path) -> None:
             output_names=OUTPUTS,
             dynamic_shapes=dict.fromkeys(INPUTS, {0: batch, 1: length}),
         )
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()  # the exporter's tracebacks, with paths of this machine
     size = sum(p.numel() * p.element_size() for p in outputs.parameters())
     program.save(str(file), external_data=size > ONE_FILE)
 

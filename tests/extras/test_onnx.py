@@ -13,6 +13,7 @@ from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS
 from extras import onnx as command
 from extras.onnx import OUTPUTS, check, load, save
+from tests.conftest import ROOT
 
 PROTEINS = ["MKTAYIAKQR", "MK<mask>L", "GG"]
 
@@ -46,6 +47,8 @@ def test_file_computes_what_transformers_computes(model, tmp_path):
     pytest.importorskip("onnxscript")
     assert save(str(model), tmp_path / "model.onnx") < 1e-5
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    content = (tmp_path / "model.onnx").read_bytes()
+    assert [place for place in (str(ROOT), sys.prefix, str(model), ".py") if place.encode() in content] == []
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     ids, present = padded(PROTEINS)
     found = session.run(list(OUTPUTS), {"input_ids": ids, "attention_mask": present})
