@@ -1,7 +1,7 @@
-"""A LoRA adapter of finetune.py: which base model it belongs to, and what peft is told of it.
+"""A LoRA adapter of finetune.py: the base model that it belongs to, and the configuration that peft gets.
 
-peft would open files and import modules that an adapter_config.json names, so it gets no stranger's: its configuration
-is made here, of checked values.
+peft would open files and import modules that an adapter_config.json names, so its configuration is made here, of
+checked values.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from common.distributed.process_group import join_store, serve_store, store_host
 from extras.launch import rendezvous
 from tests.forked import Script
 from tests.live_runs import ranks_of, wait_until
+from tests.training.test_trackers import settings  # noqa: F401  (a fixture)
 from tests.training_fixtures import environment, flags_of, free_port, rows
 from tests.warm_python import python
 
@@ -183,16 +184,38 @@ def running(*scripts: Script) -> Iterator[None]:
             script.wait()
 
 
+def descendants(pid: int) -> list[int]:
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    found = [int(child) for text in texts for child in text.split()]
+    return [*found, *(each for child in found for each in descendants(child))]
+
+
 def test_launcher_on_one_node_listens_on_loopback_only(dataset, tmp_path):
+    """Nor do the ranks' loader workers, which inherit sockets, listen elsewhere."""
     out = tmp_path / "out"
-    argv = ["--nproc_per_node=2", "train_ddp.py", *flags_of(dataset, out, max_steps=100_000, logging_steps=1)]
+    flags = {"max_steps": 100_000, "logging_steps": 1, "dataloader_num_workers": 1}
+    argv = ["--nproc_per_node=2", "train_ddp.py", *flags_of(dataset, out, **flags)]
     script = Script("extras.launch", *argv, env=environment(), settings={"sys.executable": python()})
     with running(script):
         assert wait_until(lambda: bool(rows(out)), lambda: script.poll() is None), script.said()
         ranks = ranks_of(script.pid)
-        found = {pid: listening(pid) for pid in (script.pid, *ranks.values())}
-    assert len(ranks) == 2
-    assert all(found.values()), found
+        workers = [child for rank in ranks.values() for child in descendants(rank)]
+        found = {pid: listening(pid) for pid in (script.pid, *ranks.values(), *workers)}
+    assert (len(ranks), len(workers)) == (2, 2)
+    assert all(found[pid] for pid in (script.pid, *ranks.values())), found
+    assert {at for addresses in found.values() for at in addresses} <= LOOPBACK, found
+
+
+@pytest.mark.parametrize("report_to", ["none", "tensorboard", "wandb"])
+def test_one_process_and_its_tracker_listen_on_loopback_only(dataset, tmp_path, settings, report_to):  # noqa: F811
+    if report_to != "none":
+        pytest.importorskip(report_to)
+    flags = {"max_steps": 100_000, "logging_steps": 1, "dataloader_num_workers": 1, "report_to": report_to}
+    script = Script("train_ddp.py", *flags_of(dataset, tmp_path / "out", **flags), env=settings)
+    with running(script):
+        assert wait_until(lambda: bool(rows(tmp_path / "out")), lambda: script.poll() is None), script.said()
+        found = {pid: listening(pid) for pid in (script.pid, *descendants(script.pid))}
+    assert len(found) > (2 if report_to == "wandb" else 1)
     assert {at for addresses in found.values() for at in addresses} <= LOOPBACK, found
 
 

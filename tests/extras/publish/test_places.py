@@ -15,7 +15,8 @@ from tests.extras.after.downstream.tables import write_table
 from tests.extras.after.inference.embed_fixtures import make_model
 from tests.extras.families.text.test_tokenizers import trained
 from tests.extras.publish.test_push_to_hub import hub  # noqa: F401  (a fixture)
-from tests.forked import run_script
+from tests.forked import ROOT, run_script
+from tests.training.test_trackers import settings  # noqa: F401  (a fixture)
 from tests.training_fixtures import environment, flags_of
 
 PLACE, USER, HOST, TOKEN = "secret-place", "secret-user", "secret-host", "secret-token"
@@ -106,3 +107,27 @@ def test_tuned_model_tells_only_the_place_of_its_base(place, full):
     if not full:
         adapter = json.loads((place / "tuned" / "model" / "adapter_config.json").read_text())
         assert [name for name, value in adapter.items() if PLACE in str(value)] == ["base_model_name_or_path"]
+
+
+def test_run_keeps_to_its_own_files_what_it_tells(dataset, place):
+    """As the table of docs/security.md has it."""
+    pytest.importorskip("tensorboard")
+    data, out = shutil.copytree(dataset, place / "data"), place / "out"
+    run("train_ddp.py", *flags_of(data, out, max_steps=2, save_steps=2, do_eval=True, report_to="tensorboard"))
+    assert telling(out) == {"run_info.json": [PLACE], "trainer_state.json": [PLACE]}  # the latter in checkpoint-2, too
+    assert [HOST in path.name for path in (out / "logs").iterdir()] == [True]
+    assert telling(out / "checkpoint-2") == {"trainer_state.json": [PLACE]}
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_wandb_gets_flags_and_unless_told_otherwise_the_machine(dataset, place, settings, is_quiet):  # noqa: F811
+    pytest.importorskip("wandb")
+    quiet = {"WANDB__DISABLE_META": "true", "WANDB__DISABLE_MACHINE_INFO": "true", "WANDB_HOST": "hidden"}
+    data, out = shutil.copytree(dataset, place / "data"), place / "out"
+    argv = flags_of(data, out, max_steps=1, save_final_model=False, report_to="wandb")
+    run("train_ddp.py", *argv, env={**settings, "PWD": "/", **(quiet if is_quiet else {})})
+    (file,) = (out / "wandb").glob("offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert f"{data}".encode() in content  # --dataset_dir, as given
+    assert (str(ROOT).encode() in content) == (not is_quiet)
+    assert TOKEN.encode() not in content
