@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -24,6 +25,7 @@ from extras.launch.memory_checkpoints import MOST_COST, MemoryCheckpoints, steps
 from tests.extras.launch.test_elastic import Agent
 from tests.forked import ROOT, Script
 from tests.live_runs import assert_same_run, kill_all, newest_step, ranks_of, wait_until
+from tests.patience import run
 from tests.training_fixtures import environment, flags_of, free_port, losses, rows, train
 from tests.warm_python import python
 
@@ -127,6 +129,22 @@ def test_launcher_clears_memory_from_which_a_start_came_no_further(tmp_path):
     script = Script("extras.launch", *argv, str(tmp_path / "said"), env=environment() | {"PYTHONPATH": str(ROOT)})
     assert script.wait() == 0, script.said()
     assert (tmp_path / "said").read_text().split() == ["None", "5", "5", "None"]
+
+
+ADDRESS = """
+import os
+from multiprocessing import forkserver
+forkserver.ensure_running()
+address = forkserver._forkserver._forkserver_address
+print(address, oct(os.stat(os.path.dirname(address)).st_mode)[-3:])
+"""
+
+
+def test_fork_server_answers_this_user_alone():
+    done = run([sys.executable, "-c", ADDRESS], env=environment())
+    address, mode = done.stdout.split()
+    assert address.startswith("/"), "an abstract address has no owner"
+    assert mode == "700"
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------
