@@ -28,7 +28,7 @@ from common.training.task import BuiltModel
 
 # Flags that may differ between ranks: paths, which another node may name otherwise, and what does not affect results.
 PER_RANK_FLAGS = {"dataset_dir", "output_dir", "log_dir", "run_name", "report_to", "disable_tqdm"}
-PER_RANK_FLAGS |= {"dataloader_num_workers"}
+PER_RANK_FLAGS |= {"dataloader_num_workers", "metrics_port", "metrics_host"}
 
 
 def load_model(

@@ -99,17 +99,17 @@ def _format_value(key: str, value) -> str:
 class LogFlags(Flags):
     group = "logging"
     file_only = ("straggler_every",)
-    unlisted = ("profile_steps", "run_name", "disable_tqdm", "peak_tflops_per_gpu")
+    unlisted = ("profile_steps", "run_name", "metrics_port", "metrics_host", "disable_tqdm", "peak_tflops_per_gpu")
 
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl; 1 to see each.")
     straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
     profile_steps: str | None = flag(None, "Write a torch profiler trace of the steps A-B under output_dir/profile/.")
     report_to: str = flag(
-        "none",
-        "To watch a run: a tracker, which must be installed.",
-        choices=("none", "tensorboard", "wandb"),
+        "none", "To watch a run: a tracker, which must be installed.", choices=("none", "tensorboard", "wandb")
     )
-    run_name: str | None = flag(None, "Name of the run for --report_to.")
+    run_name: str | None = flag(None, "Name of the run for --report_to and --metrics_port.")
+    metrics_port: int | None = flag(None, "Rank 0 shows the newest row to Prometheus: http://HOST:PORT/metrics.")
+    metrics_host: str = flag("127.0.0.1", "Address of --metrics_port; 0.0.0.0: reachable from other machines.")
     disable_tqdm: bool = flag(False, "No progress bar.")
     peak_tflops_per_gpu: float | None = flag(
         None, "Peak that mfu is a fraction of. Default: the GPU's dense bf16 peak, where it is known by its name."
@@ -119,6 +119,7 @@ class LogFlags(Flags):
         self.require_at_least(1, "logging_steps")
         self.require_above(0, "peak_tflops_per_gpu")
         self.require_at_least(0, "straggler_every")
+        self.require_at_least(1024, "metrics_port")
         if self.profile_steps:
             parse_steps(self.profile_steps)
         if self.report_to != "none" and find_spec(self.report_to) is None:
@@ -135,7 +136,7 @@ def parse_steps(text: str) -> range:
 
 
 class Tracker:
-    """The interface of TensorBoard and W&B (extras/publish/trackers.py). This one, the default, drops everything."""
+    """The interface of trackers (extras/publish/trackers.py). This one, the default, drops everything."""
 
     def write(self, row: dict) -> None:
         """Log the numbers of a row of metrics.jsonl, or of any {"step": ..., name: value}."""
@@ -189,8 +190,8 @@ class RunLogger:
             yield bar
 
     def track(self, config: dict, first_row: int | None, anew: bool) -> None:
-        """Open the tracker of --report_to, on all ranks together; see `open_tracker`. config: all flags of the run."""
-        if self.flags.report_to == "none":
+        """Open the trackers of the flags, on all ranks together; see `open_tracker`. config: all flags of the run."""
+        if self.flags.report_to == "none" and self.flags.metrics_port is None:
             return
         with self.world.on_main_rank() as is_main:
             if is_main:
@@ -283,9 +284,8 @@ class RunLogger:
                 write_results(self.output_dir, split, results)
                 self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in seen})
                 print(format_block(split, results), flush=True)
-                if split == "eval":
-                    for line in verdicts(results):
-                        logger.info("%s", line)
+                for line in verdicts(results) if split == "eval" else ():
+                    logger.info("%s", line)
 
     def losses(self, losses: Mapping[str, ProteinLosses], step: int, best: bool = False) -> None:
         """Write those of the proteins of each held-out set, after `step` steps; all ranks together."""

@@ -26,6 +26,7 @@ from common.files.safe_files import read_json_lines, write_json
 from common.training.log_row import FIELDS
 from common.training.run_directory import EVENTS, WANDB_RUN
 from common.training.run_logger import LogFlags, Tracker
+from extras.publish.live_page import LivePage
 
 logger = logging.getLogger(__name__)
 
@@ -116,47 +117,54 @@ class _WandB(Tracker):
         wandb.teardown()  # fails as well, but keeps wandb's exit hook from retrying with a traceback
 
 
-class _OptionalTracker(Tracker):
-    """Drops its tracker with a warning when that fails, since metrics.jsonl has the same rows.
+class _Trackers(Tracker):
+    """Those of a run, by the flag that asked for each. One that fails is dropped with a warning, since metrics.jsonl
+    has the same rows.
 
     W&B's process dies of the SIGTERM that a batch system sends to all processes, while the run still has to save.
     """
 
-    def __init__(self, tracker: Tracker, name: str):
-        self.tracker, self.name = tracker, name
+    def __init__(self, trackers: dict[str, Tracker]):
+        self.trackers = trackers
 
     def write(self, row: dict) -> None:
-        self._try(lambda: self.tracker.write(row))
+        self._each(lambda tracker: tracker.write(row))
 
     def picture(self, path: Path, step: int) -> None:
-        self._try(lambda: self.tracker.picture(path, step))
+        self._each(lambda tracker: tracker.picture(path, step))
 
     def resume(self, metrics: Path) -> None:
-        self._try(lambda: self.tracker.resume(metrics))
+        self._each(lambda tracker: tracker.resume(metrics))
 
     def close(self, status: int) -> None:
-        self._try(lambda: self.tracker.close(status))
+        self._each(lambda tracker: tracker.close(status))
 
-    def _try(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            logger.warning("--report_to %s: given up: %s; metrics.jsonl continues", self.name, one_line(error))
-            with suppress(Exception):
-                self.tracker.give_up()
-            self.tracker = Tracker()
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for flag, tracker in self.trackers.items():
+            try:
+                call(tracker)
+            except Exception as error:
+                logger.warning("%s: given up: %s; metrics.jsonl continues", flag, one_line(error))
+                with suppress(Exception):
+                    tracker.give_up()
+                self.trackers[flag] = Tracker()
 
 
 def open_tracker(flags: LogFlags, config: dict, output_dir: Path, first_row: int | None, anew: bool) -> Tracker:
-    """The tracker of --report_to.
+    """The trackers of --report_to and --metrics_port.
 
     config: all flags of the run, which W&B saves as its configuration; first_row: the step of the first row to be
     logged, None if nothing is left to train; anew: whether this start resumes nothing.
     UserError: settings it cannot be opened with. MachineFault: its server does not answer.
     """
+    trackers: dict[str, Tracker] = {}
+    if flags.metrics_port is not None:
+        trackers["--metrics_port"] = LivePage(flags, output_dir, anew)
     if flags.report_to == "tensorboard":
-        return _OptionalTracker(_TensorBoard(output_dir / EVENTS, first_row), flags.report_to)
-    return _OptionalTracker(_WandB(flags.run_name, config, output_dir, first_row, anew), flags.report_to)
+        trackers["--report_to tensorboard"] = _TensorBoard(output_dir / EVENTS, first_row)
+    elif flags.report_to == "wandb":
+        trackers["--report_to wandb"] = _WandB(flags.run_name, config, output_dir, first_row, anew)
+    return _Trackers(trackers)
 
 
 def _saved_id(file: Path) -> str | None:

@@ -285,7 +285,7 @@ def _write_to_wandb_that_has_died(environ: dict, directory: Path) -> None:
         os.waitpid(pid, 0)
         print("killed")
     limit = Limit(60)
-    while type(tracker.tracker) is not Tracker and not limit.passed():
+    while type(tracker.trackers["--report_to wandb"]) is not Tracker and not limit.passed():
         tracker.write({"step": 2, "loss": 2.0})
     tracker.write({"step": 3, "loss": 2.0})
     tracker.close(0)
