@@ -93,6 +93,9 @@ more="" # variables that become flags
 if [ -n "${INIT_FROM:-}" ] && grep -q '\[TRAIN_FLAGS\]' <<<"$text"; then
   TRAIN_FLAGS="--model_name_or_path=$INIT_FROM ${TRAIN_FLAGS:-}" more=INIT_FROM
 fi
+case " ${switches[*]} " in *" metrics "*)
+  TRAIN_FLAGS="--metrics_port=9464 --metrics_host=0.0.0.0 --run_name=$JOB_NAME ${TRAIN_FLAGS:-}"
+esac
 
 # `name: esm2 # [JOB_NAME]` becomes `name: "${JOB_NAME}"`, or `name: esm2` if JOB_NAME is not set.
 for name in $(grep -oE '\[[A-Z_]+\]' <<<"$text" | tr -d '[]' | sort -u); do

@@ -20,7 +20,7 @@ KUBERNETES = ROOT / "kubernetes"
 GUIDE_JOBS = sorted(path.name for path in KUBERNETES.glob("*-fsdp.yaml"))
 TEMPLATES = sorted({path.name for path in KUBERNETES.glob("*.yaml")} - {*GUIDE_JOBS})
 TRAINING = [name for name in TEMPLATES if name.startswith("train")]
-SWITCHES = ("elastic", "hyperpod", "instance", "kueue", "open", "preflight", "uid")
+SWITCHES = ("elastic", "hyperpod", "instance", "kueue", "metrics", "open", "preflight", "uid")
 # Section 1 of the guide for EKS, what env_vars.sh adds, and what the file system's template and the switches add.
 EKS_GUIDE = {
     "TARGET_PATH": "/fsx-shared/esm",

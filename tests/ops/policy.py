@@ -21,6 +21,8 @@ OTHER_IMAGES = {
 PORTS = {"PyTorchJob": {"pytorchjob-port": 23456}, "HyperPodPyTorchJob": {"agent": 8080}}
 DEVICES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")
 HYPERPOD = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "aws-hyperpod"}}}  # its operator
+PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+METRICS = [{"port": 9464}]
 OWN_NAME = "-fsdp"  # the end of the FSDP guide's jobs' names: only the guide's variables, each job has its own Secret
 SAVE_S = 300  # the least that ranks get to save after a stop signal
 # The rules of a Job's podFailurePolicy: bad input is final, a pod that had to leave its node does not count.
@@ -124,9 +126,10 @@ def security(document: dict) -> Iterator[str]:
     ]:
         yield "may do more than read pods"
     if document["kind"] == "NetworkPolicy":
-        senders = [sender for rule in document["spec"]["ingress"] for sender in rule.get("from", [{}])]
+        senders = [(s, rule) for rule in document["spec"]["ingress"] for s in rule.get("from", [{}])]
         if document["spec"]["policyTypes"] != ["Ingress"] or not all(
-            s.get("podSelector") or s == HYPERPOD for s in senders
+            s.get("podSelector") or s == HYPERPOD or (s == PROMETHEUS and rule["ports"] == METRICS)
+            for s, rule in senders
         ):
             yield "anybody reaches these pods"
     for pod in pods(document):

@@ -11,6 +11,8 @@ import signal
 import socket
 import time
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 
@@ -287,3 +289,39 @@ def test_fsx_owner_makes_missing_directories_only(tmp_path):
     assert (tmp_path / "fsdp").stat().st_uid == 2000
     for name in ("esm", "ddp", "ddp-cp", "mfsdp", "clm", "trainjob", "checkpoints", ".cache"):
         assert ((tmp_path / name).stat().st_uid, (tmp_path / name).stat().st_gid) == (1000, 1000), name
+
+
+def answer(host: str, port: int, path: str) -> str:
+    """ "" where nobody listens."""
+    with contextlib.suppress(URLError, ConnectionError):
+        return urlopen(f"http://{host}:{port}/{path}", timeout=30).read().decode()
+    return ""
+
+
+def test_pod_shows_its_run_to_prometheus(volume, pods, tmp_path):
+    """On all addresses (127.0.0.2 is one), by the job's name."""
+    port = free_port()
+    told = flags(max_steps=100_000, metrics_port=port)
+    made = job("train-ddp-template.yaml", volume, "metrics", NUM_NODES="1", JOB_NAME="mine", TRAIN_FLAGS=told)
+    pods.append(pod := Pod(made, tmp_path / "pod.log", port=free_port()))
+    assert wait_until(
+        lambda: 'esm2_loss{run="mine"}' in answer("127.0.0.2", port, "metrics"), pod.alive, said=pod.said
+    )
+
+
+def test_pod_of_tensorboard_shows_runs_on_its_loopback_alone(volume, pods, tmp_path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(volume / "ddp" / "mine" / "logs")) as writer:
+        writer.add_scalar("train/loss", 2.5, 1)
+    made, port = job("tensorboard-template.yaml", volume), free_port()
+    (container,) = made["spec"]["containers"]
+    (mount,) = container["volumeMounts"]
+    assert mount == {"name": "fsx", "mountPath": mount["mountPath"], "readOnly": True}
+    assert container["args"][0].count("6006") == 1
+    container["args"] = [container["args"][0].replace("6006", str(port))]
+    pods.append(pod := Pod(made, tmp_path / "pod.log"))
+    shown = lambda: "ddp/mine/logs" in answer("127.0.0.1", port, "data/runs")  # noqa: E731
+    assert wait_until(shown, pod.alive, said=pod.said)
+    assert not answer("127.0.0.2", port, "data/runs")

@@ -99,6 +99,9 @@ def assert_refused_or_exact(name: str, variables: dict[str, str]) -> bool:
     for flags in FLAGS:  # words for a variable of the pod, in which the kubelet takes $$ for $
         told[flags] = re.sub(r"[\n\r\t]", " ", told[flags]).replace("$", "$$")
     told["TRAIN_FLAGS"] = f"--model_name_or_path={told['INIT_FROM']} {told['TRAIN_FLAGS']}"
+    if "metrics" in switches:
+        shown = f"--metrics_port=9464 --metrics_host=0.0.0.0 --run_name={told['JOB_NAME']}"
+        told["TRAIN_FLAGS"] = f"{shown} {told['TRAIN_FLAGS']}"
     assert documents(done.stdout) == expected(template, told)
     return True
 
