@@ -22,7 +22,7 @@ if [ $# -eq 0 ]; then
   .venv/bin/ruff format --check .
   .venv/bin/lint-imports --no-cache
   .venv/bin/pyrefly check
-  .venv/bin/yamllint --strict configs kubernetes .github .yamllint.yaml .pre-commit-config.yaml CITATION.cff
+  .venv/bin/yamllint --strict configs kubernetes monitoring .github .yamllint.yaml .pre-commit-config.yaml CITATION.cff
   # shellcheck disable=SC2046  # file names here have no spaces
   .venv/bin/shellcheck $(git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null || ls ./*.sh .ci/run)
   .venv/bin/hadolint Dockerfile Dockerfile.cuda Dockerfile.hyperpod

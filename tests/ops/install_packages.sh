@@ -13,6 +13,7 @@ wanted=(
   dockerd:docker.io docker:docker.io docker-registry:docker-registry debootstrap:debootstrap
   openssl:openssl htpasswd:apache2-utils
   faketime:faketime mmseqs:mmseqs2
+  prometheus:prometheus promtool:prometheus
   envsubst:gettext-base kubectl:kubernetes-client etcd:etcd-server
 )
 
