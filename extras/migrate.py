@@ -23,6 +23,7 @@ from common.cli_help import FlagSpec
 from extras.interop.flag_tables import (
     ACCELERATE,
     CLM_DEFAULTS,
+    EARLIER,
     RECIPE,
     RECIPE_OBJECTS,
     TRAINER_DEFAULTS,
@@ -54,7 +55,7 @@ def hint(word: str) -> str:
         return _in_words(ours, ours.words(value))
     name, equals, value = word.partition("=")
     name = name.removeprefix("--").replace("-", "_") if word.startswith("--") else ""
-    ours = ACCELERATE.get(name) or TRANSFORMERS.get(name)
+    ours = ACCELERATE.get(name) or TRANSFORMERS.get(name) or EARLIER.get(name)
     if ours:
         return _in_words(ours, ours.words(value) if equals else [])
     if any(key.startswith(f"{name}.") for key in RECIPE) and name:  # of a file of the recipe

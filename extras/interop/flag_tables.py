@@ -1,4 +1,4 @@
-"""Flags of other programs, and ours in their place: NVIDIA's recipe, accelerate, transformers' Trainer.
+"""Flags of others, and ours in their place: NVIDIA's recipe, accelerate, transformers' Trainer, earlier versions.
 
 extras/migrate.py reads it, for the error of an unknown flag and to translate commands; docs/flags.md shows it.
 The FSDP guides' own arguments are not here: the scripts take them as they are
@@ -389,4 +389,9 @@ CLM_DEFAULTS = {
     "per_device_eval_batch_size": "8",
     "max_seq_length": "1024",
 }
+EARLIER = {
+    "flash_attention": Ours("attention", "its name until 0.5", {f"fa{n}": f"--attention=flash{n}" for n in (2, 3, 4)})
+}
+
 PROGRAMS = {"NVIDIA's recipe": RECIPE, "accelerate launch": ACCELERATE, "transformers": TRANSFORMERS}
+PROGRAMS |= {"earlier versions": EARLIER}

@@ -83,6 +83,7 @@ def test_table_is_what_the_error_says(program):
             "config_kwargs={num_hidden_layers:2,hidden_size:64}: here "
             "--config_overrides=num_hidden_layers=2,hidden_size=64",
         ),
+        ("--flash_attention=fa2", "--flash_attention=fa2: here --attention=flash2 (its name until 0.5)"),
         ("config_kwargs.=", "config_kwargs.="),
         ("--sharding_strategy full", "--sharding_strategy full: it is a flag of train_fsdp2.py"),
         ("--lr 1", "--lr 1: it is a flag of --task clm; this is --task mlm: give --learning_rate"),
