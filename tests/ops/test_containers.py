@@ -62,6 +62,7 @@ def test_image_builds_and_trains(checkout, dataset, tmp_path):
         assert inspected["Config"]["User"] == "1000:1000"
         labels = inspected["Config"]["Labels"]
         assert labels["org.opencontainers.image.revision"] == commit
+        assert labels["org.opencontainers.image.base.name"] == "base:1"
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert labels["org.opencontainers.image.version"] == project["version"]
         ok(build, environment, cwd=checkout)
@@ -251,12 +252,8 @@ def write_wheel(path: Path, name: str, needs: str, content: str = "") -> None:
 def test_image_lock_matches_requirements(name):
     """Made anew after each change of them (docker/lock.sh): all that they pin, with hashes."""
     own = "requirements-hyperpod.txt"
-    absent = (
-        *(f"requirements-{name}.txt" for name in ("dev", "finetune", "map", "onnx", "structures")),
-        own,
-    )  # from the images
-    others = sorted(path.name for path in ROOT.glob("requirements*.txt") if path.name not in absent)
-    files = [own] if "hyperpod" in name else others
+    others = {path.name for path in ROOT.glob("requirements*.txt")} - {own, "requirements-dev.txt"}
+    files = [own] if "hyperpod" in name else sorted(others)
     lock = read_lock(ROOT / name)
     locked = {name: package.pinned.split()[0].split("==")[1] for name, package in lock.items()}
     for file in files:
