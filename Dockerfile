@@ -32,7 +32,9 @@ USER 1000:1000
 ENV PYTHONUNBUFFERED=1
 ARG VERSION=unknown
 ARG COMMIT=unknown
+ARG BASE_IMAGE
 LABEL org.opencontainers.image.title="ESM-2 pretraining" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${COMMIT}"
+      org.opencontainers.image.revision="${COMMIT}" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}"
