@@ -4,7 +4,7 @@
 #   ./release_check.sh           needs ./install.sh --dev, and a network for the fresh environments (10 minutes)
 #
 # 1. The checkout is clean; its version stands under a date in CHANGELOG.md and in CITATION.cff, and has no tag yet.
-# 2. sdist and wheel of the commit, into dist/; twine checks them.
+# 2. sdist and wheel of the commit, and the bill of materials of its lock, into dist/; twine and CycloneDX's validator check them.
 # 3. With each of Python 3.11 and 3.12 found here: ./install.sh, the wheel, and its commands from FASTA to embeddings.
 #
 # What remains is printed at the end.
@@ -26,11 +26,24 @@ grep -qx "version: $version" CITATION.cff || fail "CITATION.cff: its version is 
 say "2/3 sdist and wheel"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
+export SOURCE_DATE_EPOCH # the wheel and the bill are the same bytes whenever they are built,
+umask 022                # and by whomever
 mkdir "$work/checkout"
-git archive HEAD | tar --extract --directory "$work/checkout"
+git archive HEAD | tar --extract --no-same-permissions --directory "$work/checkout"
 rm -rf dist
 .venv/bin/python -m build --outdir dist "$work/checkout"
 .venv/bin/twine check --strict dist/*
+bill=dist/esm2-pretraining-$version.cdx.json
+.venv/bin/python "$work/checkout/docker/sbom.py" "$bill"
+python3 -m venv "$work/cyclonedx"
+"$work/cyclonedx/bin/pip" install --quiet 'cyclonedx-python-lib[json-validation]==11.12.0'
+"$work/cyclonedx/bin/python" - "$bill" <<'PYTHON'
+import sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+sys.exit(JsonStrictValidator(SchemaVersion.V1_6).validate_str(open(sys.argv[1]).read()))
+PYTHON
 
 tried=()
 for python in python3.11 python3.12; do
@@ -59,5 +72,5 @@ done
 [ "${#tried[@]}" -gt 0 ] || fail "neither python3.11 nor python3.12 is here"
 
 say "$version builds, and works with ${tried[*]}"
-echo "Before the tag: ./test.sh --slow; the tests of tests/gpu on a GPU; ./build.sh"
-echo "Then: git tag v$version && git push origin v$version; dist/ to the package index with twine upload"
+echo "Before the tag: ./test.sh --slow; the tests of tests/gpu on a GPU; pip-audit --strict; ./build.sh --release (CONTRIBUTING.md)"
+echo "Then: git tag --sign v$version -m v$version && git push origin v$version; twine upload dist/*.whl dist/*.tar.gz"

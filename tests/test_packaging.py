@@ -83,21 +83,42 @@ def test_each_script_has_a_command(project):
     assert sorted(project.entry_points["console_scripts"]) == sorted(commands)
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """The files of a wheel, where pip would put them."""
-    source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
+def build_wheel(source: Path, wheels: Path, **environment: str) -> Path:
+    """The wheel of a copy of the checkout."""
+    source.mkdir(parents=True)
     for path in ROOT.iterdir():
         if path.name in ("common", "extras", "configs"):
             shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("__pycache__"))
         elif path.is_file():
-            shutil.copy(path, source)
+            shutil.copyfile(path, source / path.name)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, wheels], cwd=source, check=True, capture_output=True)
-    (wheel,) = wheels.iterdir()
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(wheels / "installed")
-    return wheels / "installed"
+    command = [sys.executable, "-c", build, wheels]
+    subprocess.run(command, cwd=source, env=os.environ | environment, check=True, capture_output=True)
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A wheel."""
+    place = tmp_path_factory.mktemp("built")
+    return build_wheel(place / "source", place / "wheels", SOURCE_DATE_EPOCH="1700000000")
+
+
+@pytest.fixture(scope="module")
+def installed(built) -> Path:
+    """Its files, where pip would put them."""
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(built.parent / "installed")
+    return built.parent / "installed"
+
+
+def test_wheel_is_the_same_bytes_in_another_place_at_another_time(built, tmp_path):
+    """Of files that were copied later, in another language and time zone; with the same umask."""
+    elsewhere = {"SOURCE_DATE_EPOCH": "1700000000", "TZ": "Asia/Tokyo", "LC_ALL": "C", "PYTHONHASHSEED": "7"}
+    again = build_wheel(tmp_path / "a longer name" / "source", tmp_path / "wheels", **elsewhere)
+    assert again.name == built.name
+    assert again.read_bytes() == built.read_bytes()
 
 
 def test_wheel_commands_run_its_scripts_anywhere(installed, tmp_path):
