@@ -25,7 +25,7 @@ AROUND = ["guides", "ops", "benchmarks/test_sizes.py", "benchmarks/test_speedrun
 AROUND += ["extras/test_migrate.py", "extras/test_migrated_commands.py", "training/test_log_row.py"]
 AROUND += ["test_afternoon.py", "test_contributing.py"]
 AROUND += [f"test_{page}.py" for page in ("readme", "documents", "diagnosing", "flags", "decoders_page", "packaging")]
-AROUND += [f"test_{page}.py" for page in ("reference", "site", "plain_words")]
+AROUND += [f"test_{page}.py" for page in ("reference", "site", "plain_words", "supply_chain")]
 collect_ignore = [] if (ROOT / "README.md").exists() else AROUND
 REAL_FASTA = ROOT.parent / "shared" / "data" / "uniref90_sample_8k.fasta.gz"
 
