@@ -61,8 +61,6 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 # When a collective hangs, each rank writes its latest collectives beside its logs (flight recorder).
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-20000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export TORCH_FR_DUMP_TEMP_FILE=$PWD/$log_dir/nccl_trace_rank_
-# torch 2.13: agents that share the ranks' store do not announce its address to one that joins later.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 if [ -n "$FI_PROVIDER" ]; then export FI_PROVIDER; else unset FI_PROVIDER; fi
 if [ "${FI_PROVIDER:-}" = efa ]; then export FI_EFA_USE_HUGE_PAGE=${FI_EFA_USE_HUGE_PAGE:-0}; fi
 

@@ -9,6 +9,7 @@ python -m extras.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d ... tr
 - So does the third start in a row without a new checkpoint (extras.launch.restarts), with the reason and
   status 2.
 - The ranks' error line is printed last, without torchrun's report around it.
+- A node that is started again can join the others (torch 2.13: unless their agents share the ranks' store).
 - In a pod every other failure becomes TRY_AGAIN: the training operator's restartPolicy ExitCode retries above 127.
 - Ranks are forked off a process with their imports done (extras.launch.forked_ranks), and keep their last states in
   memory of the launcher (extras.launch.memory): a restart takes neither the imports nor the steps since a checkpoint.
@@ -47,7 +48,7 @@ def main() -> None:
 
 def _torchrun(arguments: list[str]) -> int:
     # After the signal handlers: importing torch takes seconds.
-    from torch.distributed import run
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
     from torch.distributed.launcher import api
@@ -65,7 +66,11 @@ def _torchrun(arguments: list[str]) -> int:
     try:
         # torchrun installs handlers for the signals named here: leave the stop signals to ours.
         parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", "--start-method=forkserver", *arguments])
-        rendezvous.use_json_backend(parsed, run.parse_min_max_nnodes(parsed.nnodes)[1])
+        most_nodes = run.parse_min_max_nnodes(parsed.nnodes)[1]
+        rendezvous.use_json_backend(parsed, most_nodes)
+        if most_nodes > 1:
+            # torch 2.13: an agent that shares the ranks' store does not announce its address to one that joins later.
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         if (ranks := run.determine_local_world_size(parsed.nproc_per_node)) > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
         if Path(parsed.training_script).name.startswith("train_") and hasattr(os, "memfd_create"):  # Linux
@@ -82,7 +87,7 @@ def _torchrun(arguments: list[str]) -> int:
     except RendezvousStateError as error:
         sys.stderr.write(f"error: {one_line(error)}\n")
         return 1
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:  # DistError: an agent that is waited for has died meanwhile
         sys.stderr.write(f"error: the other nodes are gone, or the job is over: {one_line(error)}\n")
         return 1
     return 0

@@ -57,8 +57,9 @@ def output_dir_of(arguments: list[str]) -> Path | None:
 class RestartCounter:
     """Starts of `job` in a row that made no new checkpoint in `output_dir`; used by the launcher of rank 0.
 
-    in_memory: the newest step there, which counts like a checkpoint. If the count cannot be written (no directory, no
-    space) nothing is counted: the run itself reports the reason.
+    in_memory: the newest step there, which counts like a checkpoint. A start on another number of nodes than the last
+    is not counted: a node was lost, or has returned. If the count cannot be written (no directory, no space) nothing is
+    counted: the run itself reports the reason.
     """
 
     def __init__(self, output_dir: Path, job: str, in_memory: Callable[[], int | None] | None = None):
@@ -72,6 +73,12 @@ class RestartCounter:
             self.clear()  # submitted again, even under the same name, the job counts from zero
             raise UserError(message)
         self._write(self._read() + 1)
+
+    def change_nodes(self, nodes: int) -> int | None:
+        """Record on how many nodes this start is. Returns how many the job's last start was on if that differs."""
+        before = self._saved().get("nodes")
+        self._write(self._read(), nodes)
+        return before if isinstance(before, int) and before != nodes else None
 
     def exhausted(self) -> bool:
         return self._read() >= MAX_STARTS
@@ -95,19 +102,28 @@ class RestartCounter:
             f"({stands}): fix what ended them, or save more often (--save_steps), then submit it anew"
         )
 
-    def _read(self) -> int:
+    def _saved(self) -> dict[str, Any]:
+        """What the job's last start has left; empty for a new job."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             saved = json.loads((self.output_dir / FILE).read_text())
-            if (saved["job"], saved["newest"]) == (self.job, self._newest_step()):
+            if saved["job"] == self.job:
+                return saved
+        return {}
+
+    def _read(self) -> int:
+        saved = self._saved()
+        with suppress(ValueError, KeyError, TypeError):
+            if saved["newest"] == self._newest_step():
                 return int(saved["starts"])
         return 0
 
-    def _write(self, starts: int) -> None:
+    def _write(self, starts: int, nodes: int | None = None) -> None:
+        content = {"job": self.job, "newest": self._newest_step(), "starts": starts}
+        content["nodes"] = nodes or self._saved().get("nodes")
         with suppress(OSError):
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"job": self.job, "newest": self._newest_step(), "starts": starts})
             with open(self.output_dir / FILE, "w", opener=open_private) as file:
-                file.write(content)
+                file.write(json.dumps(content))
 
     def _newest_step(self) -> int | None:
         """Of the checkpoints on the disk and in memory."""
@@ -146,7 +162,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._counter: RestartCounter | None = None
-        self._count_next = True  # False if nodes have only joined or left
+        self._count_next = True  # False if nodes have only joined
         self._resumed_at: int | None = None  # the newest step in memory at the last start
         self._futile_starts = 0  # from there, that failed before they came further
         self._ended: dict[str, float] = {}  # common.distributed.start_up.LAUNCHED, after a failure
@@ -174,7 +190,8 @@ class Agent(LocalElasticAgent):
         if worker_group.group_rank == 0 and self.output_dir:
             job = unique_job_id() or worker_group.spec.rdzv_handler.get_run_id()
             self._counter = RestartCounter(self.output_dir, job, self.memory.newest if self.memory else None)
-            if self._count_next:
+            nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
+            if before := self._counter.change_nodes(nodes):
                 self._counter.increment()
         self._count_next = False
         return super()._start_workers(worker_group)

@@ -242,7 +242,6 @@ set_field("restarts", "maxReplicas", 1)
 set_field("restarts", "maxRestarts", DELETE)
 set_field("restarts", "rdzvId", "none")
 set_field("restarts", "rdzvBackend", "etcd")
-set_variable("restarts", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
 LAUNCH = "exec python3 -m extras.launch "
 edit_script("launch", LAUNCH, f"{LAUNCH}--nnodes=2 ")
 edit_script("launch", LAUNCH, LAUNCH.removeprefix("exec "))

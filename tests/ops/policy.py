@@ -231,9 +231,6 @@ def restarts(document: dict) -> Iterator[str]:
         yield f"rdzvId {elastic['rdzvId']}: not this run's own"
     if elastic["rdzvBackend"] != "c10d":
         yield "a rendezvous that needs a server"
-    (container,) = containers(document)
-    if values(container).get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        yield "a node that joins later never hears of the others' store"
 
 
 @rule

@@ -21,19 +21,17 @@ FLAGS = {"max_steps": 100_000, "packs_per_step": 2, "save_steps": 5, "save_total
 class Agent:
     """One node's launcher, in a process group of its own."""
 
-    def __init__(self, log, endpoint: str, job: str, argv: list[str]):
+    def __init__(self, log, endpoint: str, job: str, ranks: int, argv: list[str]):
         # Waits of seconds instead of minutes. A node whose heartbeat a busy machine keeps back for ten is dead; and
         # whoever joins has to write between two heartbeats of the others.
         patience = "join_timeout=60,last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5"
         self.log = log
-        command = [python(), "-m", "extras.launch", "--nnodes=1:2", "--nproc_per_node=1"]
+        command = [python(), "-m", "extras.launch", "--nnodes=1:2", f"--nproc_per_node={ranks}"]
         command += ["--max_restarts=10", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={job}"]
         command += [f"--rdzv_conf={patience}", "--local_addr=127.0.0.1", "--monitor_interval=0.3", *argv]
         with open(log, "w") as file:
-            # torch 2.13: agents that share the ranks' store never tell a new one where it is, and both wait for ever.
-            env = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT, start_new_session=True
             )
 
     def alive(self) -> bool:
@@ -48,11 +46,25 @@ class Agent:
         self.process.wait()
 
 
-def test_elastic_run_is_unchanged_by_a_node_that_leaves_and_returns(dataset, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "ranks", "strategy"),
+    [
+        ("train_ddp.py", 1, {}),
+        pytest.param("train_fsdp2.py", 1, {}, marks=pytest.mark.slow),
+        ("train_fsdp2.py", 2, {"sharding_strategy": "hybrid"}),
+    ],
+    ids=["ddp", "fsdp2", "hsdp"],
+)
+def test_elastic_run_is_unchanged_by_a_node_that_leaves_and_returns(dataset, tmp_path, script, ranks, strategy):
+    """ranks: of each node. Hybrid sharding has a replica on each."""
     out = tmp_path / "out"
-    argv = ["train_fsdp2.py", *flags_of(dataset, out, **FLAGS)]
+    argv = [script, *flags_of(dataset, out, **FLAGS, **strategy)]
     endpoint, job = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
-    first = Agent(tmp_path / "first.log", endpoint, job, argv)
+
+    def node(name: str) -> Agent:
+        return Agent(tmp_path / f"{name}.log", endpoint, job, ranks, argv)
+
+    first = node("first")
     agents = [first]
 
     def said() -> str:
@@ -63,27 +75,29 @@ def test_elastic_run_is_unchanged_by_a_node_that_leaves_and_returns(dataset, tmp
         alive = [agent for agent in agents if agent.alive()]
         assert wait_until(happened, lambda: all(agent.alive() for agent in alive), 0.05, said), said()
 
-    def starts(ranks: int) -> int:
-        """How often the run has started with so many ranks; rank 0 announces it, on whichever node it is."""
-        return sum(agent.log.read_text().count(f"Device = cpu x {ranks},") for agent in agents)
+    def starts(nodes: int) -> int:
+        """How often the run has started on so many nodes; rank 0 announces it, on whichever node it is."""
+        return said().count(f"Device = cpu x {nodes * ranks},")
 
-    def starts_again(ranks: int, before: int) -> None:
-        wait_for(lambda: starts(ranks) > before)
+    def starts_again(nodes: int, before: int) -> None:
+        wait_for(lambda: starts(nodes) > before)
         reached = newest_step(out)
         wait_for(lambda: newest_step(out) >= reached + 10)
 
     try:
         wait_for(lambda: ranks_of(first.process.pid))
-        agents.append(Agent(tmp_path / "second.log", endpoint, job, argv))
+        agents.append(node("second"))
         starts_again(2, 0)
         alone, both = starts(1), starts(2)
         agents[-1].kill()
         starts_again(1, alone)
-        agents.append(Agent(tmp_path / "third.log", endpoint, job, argv))
+        agents.append(node("third"))
         starts_again(2, both)
     finally:
         for agent in agents:
             agent.kill()
+    for nodes, before in ((1, 2), (2, 1)):
+        assert f"the run continues on {nodes} nodes, {nodes * ranks} ranks (it was on {before} nodes)" in said()
     done = newest_step(out)
     found = [row for row in rows(out) if row["step"] <= done]
     assert [row["step"] for row in found] == list(range(1, done + 1))

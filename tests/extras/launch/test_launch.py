@@ -102,6 +102,18 @@ def test_restart_counter_file_is_private(tmp_path):
     assert json.loads((tmp_path / FILE).read_text())["starts"] == 2
 
 
+def test_restart_counter_knows_when_nodes_have_left_or_returned(tmp_path):
+    counter = RestartCounter(tmp_path, "7")
+    assert [counter.change_nodes(nodes) for nodes in (4, 4, 3, 3, 4)] == [None, None, 4, None, 3]
+    counter.increment()
+    (tmp_path / "checkpoint-5").mkdir()
+    assert RestartCounter(tmp_path, "7").change_nodes(3) == 4
+    assert RestartCounter(tmp_path, "8").change_nodes(4) is None
+    (tmp_path / FILE).write_text('{"job": "8", "newest": 5, "starts": 2}')  # as earlier versions made it
+    assert RestartCounter(tmp_path, "8").change_nodes(4) is None
+    assert json.loads((tmp_path / FILE).read_text())["starts"] == 2
+
+
 def test_launcher_killed_three_times_does_not_start_again(tmp_path):
     for _ in range(MAX_STARTS):
         script = launch(tmp_path, "wait")

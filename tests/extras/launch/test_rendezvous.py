@@ -224,30 +224,69 @@ RANK = "import ctypes, pathlib, sys, time\nctypes.CDLL(None).prctl(1, 9)\n"
 RANK += "pathlib.Path(sys.argv[1], f'rank-{time.monotonic_ns()}').touch()\ntime.sleep(60)\n"
 
 
-@pytest.fixture
-def two_nodes(tmp_path) -> Iterator[tuple[list[Script], dist.Store]]:
-    """The launchers of two nodes with their ranks under way, and the store that they meet in."""
+def node(tmp_path: Path, port: int, **variables: str) -> Script:
+    """The launcher of one of two nodes, with RANK."""
     (tmp_path / "rank.py").write_text(RANK)
-    port = free_port()
+    (tmp_path / "ranks").mkdir(exist_ok=True)
     where = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={RUN}"]
-    where += ["--nproc_per_node=1", "--monitor_interval=0.05", "--local_addr=127.0.0.1"]
-    (tmp_path / "ranks").mkdir()
+    where += ["--nproc_per_node=1", "--monitor_interval=0.05", "--local_addr=127.0.0.1", "--max_restarts=1"]
+    where += ["--rdzv_conf=keep_alive_interval=1,keep_alive_max_attempt=3"]
     argv = [*where, str(tmp_path / "rank.py"), str(tmp_path / "ranks")]
-    nodes = [Script("extras.launch", *argv, env=environment()) for _ in range(2)]
-    with running(*nodes):
-        alive = lambda: all(node.poll() is None for node in nodes)  # noqa: E731
-        assert wait_until(lambda: len(os.listdir(tmp_path / "ranks")) == 2, alive), [node.said() for node in nodes]
-        yield nodes, join_store("127.0.0.1", port)
+    return Script("extras.launch", *argv, env=environment() | variables)
 
 
-def test_launcher_refuses_a_pickle_in_the_rendezvous(two_nodes, tmp_path):
-    nodes, store = two_nodes
-    key = f"torch.rendezvous.{RUN}"  # which `list_keys` of the store tells everybody
-    assert store.check([key])
-    store.set(key, base64.b64encode(pickle.dumps(Evil(tmp_path / "owned"))).decode())
-    assert [node.wait() for node in nodes] == [1, 1]
-    errors = [line for node in nodes for line in node.said()[1].splitlines() if line.startswith("error: ")]
+def until_ranks(tmp_path: Path, number: int, nodes: list[Script]) -> None:
+    """So many ranks have started."""
+    alive = lambda: all(node.poll() is None for node in nodes)  # noqa: E731
+    assert wait_until(lambda: len(os.listdir(tmp_path / "ranks")) == number, alive), [node.said() for node in nodes]
+
+
+@contextmanager
+def two_nodes(tmp_path: Path, **variables: str) -> Iterator[tuple[list[Script], int]]:
+    """The launchers of two nodes with their ranks under way, the first holds the store; and its port."""
+    port = free_port()
+    nodes = [node(tmp_path, port, **variables)]
+    with running(nodes[0]):
+        assert wait_until(lambda: listening(nodes[0].pid), lambda: nodes[0].poll() is None), nodes[0].said()
+        nodes.append(node(tmp_path, port, **variables))
+        with running(nodes[1]):
+            until_ranks(tmp_path, 2, nodes)
+            yield nodes, port
+
+
+@pytest.mark.parametrize(
+    ("variables", "status"),
+    [({}, None), pytest.param({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}, 1, marks=pytest.mark.slow)],
+    ids=["unset", "shared"],
+)
+def test_launcher_takes_back_a_node_that_died(tmp_path, variables, status):
+    """Unless the user has the agents share the ranks' store (torch 2.13): then both nodes say so in one line."""
+    with two_nodes(tmp_path, **variables) as (nodes, port):
+        nodes[1].send_signal(signal.SIGKILL)
+        nodes[1].wait()
+        for rank in ranks_of(nodes[0].pid).values():
+            os.kill(rank, signal.SIGKILL)  # it would end itself: its collective fails
+        nodes[1] = node(tmp_path, port, **variables)
+        with running(nodes[1]):
+            if status is None:
+                until_ranks(tmp_path, 4, nodes)
+                return
+            assert [node.wait() for node in nodes] == [status, status]
+            for said in (node.said()[1] for node in nodes):
+                assert "error: the other nodes are gone, or the job is over: " in said
+                assert "Traceback" not in said
+
+
+def test_launcher_refuses_a_pickle_in_the_rendezvous(tmp_path):
+    with two_nodes(tmp_path) as (nodes, port):
+        store = join_store("127.0.0.1", port)
+        key = f"torch.rendezvous.{RUN}"  # which `list_keys` of the store tells everybody
+        assert store.check([key])
+        store.set(key, base64.b64encode(pickle.dumps(Evil(tmp_path / "owned"))).decode())
+        assert [node.wait() for node in nodes] == [1, 1]
+        said = [node.said()[1] for node in nodes]
+    errors = [line for text in said for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2  # one a node; the second may only see that the first is gone
     assert any("was not written by extras.launch (a pickle, as torchrun itself writes" in e for e in errors)
-    assert "Traceback" not in "".join(node.said()[1] for node in nodes)
+    assert "Traceback" not in "".join(said)
     assert not (tmp_path / "owned").exists()
