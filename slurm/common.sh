@@ -56,7 +56,7 @@ else
   [ -x "$python" ] || lacks "no .venv in $PWD: run . slurm/create_venv.sh, or set CONTAINER_IMAGE"
 fi
 
-export NPROC_PER_NODE NCCL_DEBUG NCCL_SOCKET_IFNAME PYTHONUNBUFFERED=1
+export NPROC_PER_NODE MIN_NODES NCCL_DEBUG NCCL_SOCKET_IFNAME PYTHONUNBUFFERED=1
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 # When a collective hangs, each rank writes its latest collectives beside its logs (flight recorder).
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-20000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
@@ -146,17 +146,40 @@ on_one_node() {
   run "${steps[@]}" --nodes=1 --ntasks=1 "$python" "$@"
 }
 
+# With MIN_NODES the tasks of an array are the nodes of a run, each a job that Slurm requeues alone. The rendezvous is on the
+# first task's node: that task writes the address and the id to a file, which the others read at each start.
+# shellcheck disable=SC2153 # Slurm sets SLURM_ARRAY_TASK_MIN
+meet() {
+  local file=logs/${SLURM_JOB_NAME}_$SLURM_ARRAY_JOB_ID.rendezvous first=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_MIN state
+  if [ "$SLURM_ARRAY_TASK_ID" = "$SLURM_ARRAY_TASK_MIN" ]; then
+    mkdir -p logs
+    (umask 077 && echo "$endpoint $PET_RDZV_ID" >"$file.new" && mv "$file.new" "$file")
+    return
+  fi
+  while [ -z "$stop" ]; do
+    state=$(squeue --noheader --jobs="$first" --format=%T 2>&1 || true)
+    if [[ -z $state || $state == *"Invalid job id"* ]]; then echo "$(date +%T) the first task, $first, has ended"; exit 0; fi
+    if [ "$state" = RUNNING ] && read -r endpoint PET_RDZV_ID 2>/dev/null <"$file"; then return; fi
+    sleep 5
+  done
+}
+
 launch() {
-  local nodes=$SLURM_JOB_NUM_NODES hyperpod=()
+  local nodes=$SLURM_JOB_NUM_NODES endpoint hyperpod=() elastic=()
   if [ -d /opt/sagemaker_cluster ]; then hyperpod=(--auto-resume=1); fi
   # The rendezvous of several nodes runs on the first node, where this script runs; each start has its own. It is
   # unauthenticated, so its port and id are random and cannot be guessed from the network. The id is passed in the
   # environment, which only the owner can read. On one node nothing listens on the network (extras/launch/rendezvous.py).
+  endpoint=$(hostname):$((10000 + (RANDOM * 32768 + RANDOM) % 20000))
   PET_RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+  if [ -n "$MIN_NODES" ] && [ "$1" != -m ]; then # the preflight looks at each task's own node
+    meet
+    elastic=(--nnodes="$MIN_NODES:$SLURM_ARRAY_TASK_COUNT" --max_restarts=100 --rdzv_conf=last_call_timeout=10)
+  fi
   export PET_RDZV_ID
   run "${steps[@]}" ${hyperpod[@]+"${hyperpod[@]}"} --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
     slurm/node.sh "$python" "$log_dir" --nnodes="$nodes" --shutdown_timeout="$GRACE_SECONDS" \
-    --rdzv_backend=c10d --rdzv_endpoint="$(hostname):$((10000 + (RANDOM * 32768 + RANDOM) % 20000))" "$@"
+    --rdzv_backend=c10d --rdzv_endpoint="$endpoint" ${elastic[@]+"${elastic[@]}"} "$@"
 }
 
 # GPUs in GRES as Slurm writes them: gpu:8, gpu:a100:4(S:0,1),gpu:1g.10gb:2,nic:4, gres:gpu:2, (null).
@@ -230,6 +253,12 @@ check_cp_size() {
     echo "warning: --cp_size $size on $each ranks a node: keys cross the network in every layer" >&2
 }
 
+check_array() {
+  [ -z "$MIN_NODES" ] || { [[ $MIN_NODES =~ ^[1-9][0-9]*$ && $SLURM_JOB_NUM_NODES = 1 ]] &&
+    [ "$MIN_NODES" -le "${SLURM_ARRAY_TASK_COUNT:-0}" ]; } ||
+    lacks "MIN_NODES=$MIN_NODES: submit an array of at least as many jobs of one node: sbatch --array=0-3 --nodes=1"
+}
+
 # Of ESM-2's training jobs, after those of configs/sizes/; kubernetes/train-*-template.yaml have the same.
 defaults=(--bf16 --do_eval --num_train_epochs=1 --save_total_limit=3 --save_minutes=30 --dataloader_num_workers=2)
 
@@ -271,6 +300,7 @@ train() {
 pretrain() {
   local status=0 lost=""
   outside_of_a_job "$@"
+  check_array
   check_cp_size "$@"
   check_mounts "$@"
   all_there

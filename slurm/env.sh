@@ -27,6 +27,9 @@ if [ "$DATASET" = allenai/c4 ]; then : "${DATASET_CONFIG_NAME:=en}"; fi
 # Ranks a node. Default: the GPUs that the job requested; without a request, all that Slurm has there (sinfo's %G); where it
 # manages none, those that `nvidia-smi -L` lists on the first node. Set it on CPUs.
 : "${NPROC_PER_NODE:=}"
+# Survive lost nodes: submit an array of one-node jobs, of which at least so many train: MIN_NODES=1 sbatch --array=0-3 --nodes=1
+# (docs/slurm.md). Empty: the nodes of one job, which is requeued if it loses one.
+: "${MIN_NODES:=}"
 # GPUs of a node, if a job without --gpus-per-node is to use fewer than all.
 : "${GPUS_PER_NODE:=}"
 # Ranks that share a pack, neighbours; train_ddp_cp.sh's own. It divides the ranks of the job.
@@ -46,7 +49,7 @@ fi
 : "${FI_PROVIDER:=}"
 : "${NCCL_DEBUG:=WARN}"
 # Interfaces that NCCL must not use, for its first connections or without EFA; on one node: the only one that it needs.
-if [ "${SLURM_JOB_NUM_NODES:-}" = 1 ]; then : "${NCCL_SOCKET_IFNAME:=lo}"; fi
+if [ "${SLURM_JOB_NUM_NODES:-}" = 1 ] && [ -z "$MIN_NODES" ]; then : "${NCCL_SOCKET_IFNAME:=lo}"; fi
 : "${NCCL_SOCKET_IFNAME:=^docker,lo,veth}"
 
 # Before training, extras.preflight looks at every node: error or warn, what stops the job; or off.

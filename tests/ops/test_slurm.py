@@ -341,6 +341,7 @@ WRONG = {
         "--chdir={broken} slurm/train_ddp.sh",
         {"NPROC_PER_NODE": "1"},
     ),
+    "MIN_NODES=2: submit an array": ("slurm/train_ddp.sh", {"MIN_NODES": "2", "NPROC_PER_NODE": "1"}),
     "none, 2 required": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
     "train_mfsdp.py needs an NVIDIA GPU": (f"slurm/train_mfsdp.sh {flags()}", {"NPROC_PER_NODE": "1"}),
     "unknown flag --frobnicate": (f"slurm/train_ddp_cp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "2"}),
