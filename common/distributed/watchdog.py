@@ -84,7 +84,7 @@ class Watch(NullWatch):
         # How long a peer may be silent: a busy machine delays heartbeats.
         self.silence_s = max(2.5 * self.poll_s, min(GONE_S, self.limit_s / 3))
         self.phase: str | None = None
-        self.step = self.marks = 0
+        self.step = self.marks = self._beats = 0
         self.since = time.monotonic()  # of the last progress
         self._signalled = signalled
         self._compiling = self._ended = self._failed = False
@@ -93,7 +93,6 @@ class Watch(NullWatch):
         self._lost = self._reported = False  # the store says that a peer is lost; this rank has reported one
         self._neighbour = (0, time.monotonic())  # the next rank's latest heartbeat, and when it was new
         self._reporting = threading.Lock()  # one line: the watchdog's, or the main thread's
-        self._beats = 0
         self._peers: dict[int, tuple[dict, float]] = {}  # rank: its latest message, and when it was new
         self._store: Any = store and store.clone()  # the other connection may be blocked in a wait
         self._store_answered = time.monotonic()
@@ -207,6 +206,7 @@ class Watch(NullWatch):
                 self._neighbour = (message["beat"], now)
             silent = not message["ended"] and now - self._neighbour[1] > self._patience()
             if silent or message["failed"]:
+                self._peers[(self.rank + 1) % self.size] = (message, self._neighbour[1])
                 self._store.set(LOST, str(self.rank))
                 self._reported = True
             elif self._reported:  # it is back

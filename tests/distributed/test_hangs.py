@@ -102,6 +102,17 @@ def test_watch_suspects_the_rank_that_others_wait_for(rank, store_lost, peers, s
     assert watch._suspects() == suspects
 
 
+def test_watch_suspects_a_neighbour_as_soon_as_it_is_silent():
+    """Not once it has been silent for as long again: the seconds until a lost node is noticed."""
+    store = torch.distributed.HashStore()
+    watch, other = Watch(0, 2, store, 1800), Watch(1, 2, store, 1800)
+    other._send_heartbeat()
+    assert not watch._a_peer_is_lost()
+    watch.silence_s = 0.0
+    assert watch._a_peer_is_lost()
+    assert watch._suspects() == (True, [1])
+
+
 def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, script: str, env: dict) -> None:
     """A train script; one rank sleeps in the forward pass of a step."""
     os.environ |= env
