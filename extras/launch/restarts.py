@@ -58,8 +58,8 @@ class RestartCounter:
     """Starts of `job` in a row that made no new checkpoint in `output_dir`; used by the launcher of rank 0.
 
     in_memory: the newest step there, which counts like a checkpoint. A start on another number of nodes than the last
-    is not counted: a node was lost, or has returned. If the count cannot be written (no directory, no space) nothing is
-    counted: the run itself reports the reason.
+    is not counted: a node was lost, or has returned. If the count cannot be written (no directory, no space) nothing
+    is counted: the run itself reports the reason.
     """
 
     def __init__(self, output_dir: Path, job: str, in_memory: Callable[[], int | None] | None = None):
@@ -192,6 +192,8 @@ class Agent(LocalElasticAgent):
             self._counter = RestartCounter(self.output_dir, job, self.memory.newest if self.memory else None)
             nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
             if before := self._counter.change_nodes(nodes):
+                sys.stderr.write(f"the run continues on {nodes} nodes, {ranks} ranks (it was on {before} nodes)\n")
+            elif self._count_next:
                 self._counter.increment()
         self._count_next = False
         return super()._start_workers(worker_group)

@@ -39,7 +39,7 @@ from tests.ops.manifests import (
 )
 from tests.ops.mutations import MUTATIONS
 from tests.ops.pod import started
-from tests.ops.policy import METRICS, PROMETHEUS, RULES, broken_rules
+from tests.ops.policy import RULES, broken_rules
 
 pytestmark = pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
 MODEL = GUIDE["MODEL"]
@@ -263,23 +263,6 @@ def test_env_vars_memory_follows_the_model():
     assert found.stdout.split("\n") == ["clm 64Gi", "esm2 24Gi", ""]
     mine = {"ACCOUNT": "1", "JOB_NAME": "mine", "MEMORY": "1Ti"}
     assert run_shell(f"{show}; {show}", mine).stdout == "mine 1Ti\nmine 1Ti\n"
-
-
-@pytest.mark.parametrize("template", TRAINING)
-def test_render_opens_the_metrics_to_prometheus_alone(template):
-    """What the pods show, where they say so, and who may ask; the user's flags and name of the run win."""
-    guard, job = documents(render(template, "metrics", JOB_NAME="mine", TRAIN_FLAGS="--run_name=theirs"))
-    theirs, own = guard["spec"]["ingress"]
-    assert "ports" not in own
-    assert theirs == {"from": [PROMETHEUS], "ports": METRICS}
-    (pod,) = pods(job)
-    annotations = pod["metadata"]["annotations"]
-    assert (annotations["prometheus.io/scrape"], annotations["prometheus.io/port"]) == ("true", "9464")
-    (container,) = containers(job)
-    flags = values(container)["TRAIN_FLAGS"].split()
-    assert flags == ["--metrics_port=9464", "--metrics_host=0.0.0.0", "--run_name=mine", "--run_name=theirs"]
-    theirs["ports"] = [{"port": 22}]
-    assert "security" in broken_rules(guard)
 
 
 @pytest.mark.parametrize("template", TRAINING)

@@ -18,6 +18,8 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.live_runs import LiveRun
+from tests.ops.manifests import TRAINING, containers, documents, pods, render, values
+from tests.ops.policy import METRICS, PROMETHEUS, broken_rules
 from tests.patience import run, wait_until
 from tests.test_documents import anchors
 from tests.training_fixtures import free_port
@@ -141,3 +143,21 @@ def test_prometheus_sees_a_run_as_dashboard_and_alerts_ask(dataset, tmp_path, se
         assert server.get("rules")["groups"][0]["rules"][0]["health"] == "ok"
     assert {result["metric"]["run"] for results in shown.values() for result in results} == {name}
     assert wait_until(lambda: not server.ask("esm2_step"), poll=0.5)  # gone with the run
+
+
+@pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
+@pytest.mark.parametrize("template", TRAINING)
+def test_render_opens_the_metrics_to_prometheus_alone(template):
+    """What the pods show, where they say so, and who may ask; the user's flags and name of the run win."""
+    guard, job = documents(render(template, "metrics", JOB_NAME="mine", TRAIN_FLAGS="--run_name=theirs"))
+    theirs, own = guard["spec"]["ingress"]
+    assert "ports" not in own
+    assert theirs == {"from": [PROMETHEUS], "ports": METRICS}
+    (pod,) = pods(job)
+    annotations = pod["metadata"]["annotations"]
+    assert (annotations["prometheus.io/scrape"], annotations["prometheus.io/port"]) == ("true", "9464")
+    (container,) = containers(job)
+    flags = values(container)["TRAIN_FLAGS"].split()
+    assert flags == ["--metrics_port=9464", "--metrics_host=0.0.0.0", "--run_name=mine", "--run_name=theirs"]
+    theirs["ports"] = [{"port": 22}]
+    assert "security" in broken_rules(guard)
