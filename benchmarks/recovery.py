@@ -199,7 +199,9 @@ def table(args: Arguments) -> str:
         f"|---|---|--:|--:|--:|{'--:|' * len(parts)}",
     ]
     for (case, side), runs in found.items():
-        cells = [f"{statistics.median(r.parts[part] for r in runs):.2f}" if runs[0].parts else "" for part in parts]
+        cells = [
+            f"{statistics.median(r.parts.get(part, 0.0) for r in runs):.2f}" if runs[0].parts else "" for part in parts
+        ]
         seconds = [r.seconds for r in runs]
         repeated = max(r.repeated for r in runs)
         first = [case, side, f"{statistics.median(seconds):.2f}", f"{spread(seconds):.0%}", str(repeated)]

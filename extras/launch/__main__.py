@@ -47,13 +47,18 @@ def main() -> None:
 
 
 def _torchrun(arguments: list[str]) -> int:
-    # After the signal handlers: importing torch takes seconds.
+    # After the signal handlers: importing torch takes seconds, here and where ranks are forked off.
+    from extras.launch import forked_ranks
+
+    early = forked_ranks.can_be_prepared(arguments)
+    if early:
+        prepare_ranks(early, is_module=False)
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
     from torch.distributed.launcher import api
 
-    from extras.launch import forked_ranks, rendezvous
+    from extras.launch import rendezvous
     from extras.launch.memory import LauncherMemory
     from extras.launch.restarts import Agent, Stopped, output_dir_of, set_job_uid
 
@@ -72,13 +77,13 @@ def _torchrun(arguments: list[str]) -> int:
             # torch 2.13: an agent that shares the ranks' store does not announce its address to one that joins later.
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         if (ranks := run.determine_local_world_size(parsed.nproc_per_node)) > 1:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
+            forked_ranks.limit_threads()
         if Path(parsed.training_script).name.startswith("train_") and hasattr(os, "memfd_create"):  # Linux
             Agent.memory = LauncherMemory(ranks)
         if parsed.start_method == "forkserver" and not parsed.no_python:
             forked_ranks.use()
-            forked_ranks.prepare(parsed.training_script, parsed.module)
-            helpers.extend(_children())
+            if not early:
+                prepare_ranks(parsed.training_script, parsed.module)
         run.run(parsed)
     except ChildFailedError as error:  # torchrun or the agent has printed which rank failed
         return _shell_status(error.get_first_failure()[1].exitcode)
@@ -91,6 +96,13 @@ def _torchrun(arguments: list[str]) -> int:
         sys.stderr.write(f"error: the other nodes are gone, or the job is over: {one_line(error)}\n")
         return 1
     return 0
+
+
+def prepare_ranks(script: str, is_module: bool) -> None:
+    from extras.launch import forked_ranks
+
+    forked_ranks.prepare(script, is_module)
+    helpers.extend(_children())
 
 
 def _forward_signal(number: int, frame) -> None:

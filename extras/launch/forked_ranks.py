@@ -15,6 +15,7 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -35,12 +36,30 @@ LATER = (
     *("common.checkpoint.reader", "common.models.esm2.convert", "common.training.masked_lm"),
     *("extras.launch.memory_checkpoints", "torch._dynamo"),
 )
+DOUBTS = ("__start_method", "__no_python", "__module", "_m", "__run_path")
 STARTED_S = 10.0  # that a rank may take to begin
 
 
 def use() -> None:
     """Have torch's launcher start its ranks by `start`."""
     set_rank_starter(start)
+
+
+def can_be_prepared(arguments: list[str]) -> str:
+    """The train script of a command line of torchrun that leaves no doubt about it before torch parses it; else ""."""
+    end = next((n for n, word in enumerate(arguments) if re.fullmatch(r"train_\w+\.py", Path(word).name)), None)
+    own = [word.replace("-", "_") for word in arguments[:end]]
+    ranks = [re.fullmatch(r"__nproc_per_node=(\d+)", word) for word in own if word.startswith("__nproc_per_node")]
+    if end is None or None in ranks or any(word.startswith(DOUBTS) for word in own):
+        return ""
+    if any(match and int(match[1]) > 1 for match in ranks):
+        limit_threads()
+    return arguments[end]
+
+
+def limit_threads() -> None:
+    """Of each of several ranks, as torchrun does with five lines of warning; before the library is loaded."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def prepare(script: str, is_module: bool) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from common.distributed.stopping import PREEMPTED
 from extras.launch.__main__ import TRY_AGAIN
+from extras.launch.forked_ranks import can_be_prepared
 from extras.launch.restarts import FILE, MAX_STARTS, RestartCounter, output_dir_of
 from tests.forked import ROOT, Script
 from tests.live_runs import wait_until
@@ -206,3 +207,23 @@ def test_scripts_that_go_on_by_parts_get_no_record_of_starts(script):
     """They refuse an --output_dir with anything that is not theirs."""
     assert output_dir_of([script, "--output_dir", "out"]) is None
     assert output_dir_of(["train_ddp.py", "--output_dir", "out"]) == Path("out")
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "threads"),
+    [
+        ("--nproc_per_node=2 train_ddp.py --bf16", "train_ddp.py", "1"),
+        ("--nnodes=2 --nproc-per-node=8 here/train_fsdp2.py", "here/train_fsdp2.py", "1"),
+        ("train_ddp.py --nproc_per_node=2", "train_ddp.py", None),
+        ("--nproc_per_node=gpu train_ddp.py", "", None),
+        ("--nproc_per_node 2 train_ddp.py", "", None),
+        ("--start-method=spawn train_ddp.py", "", None),
+        ("-m extras.preflight", "", None),
+        ("embed.py --output_dir emb", "", None),
+    ],
+)
+def test_launcher_imports_early_where_the_command_line_is_clear(monkeypatch, words, script, threads):
+    """The number of threads is set before a library reads it."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert can_be_prepared(words.split()) == script
+    assert os.environ.pop("OMP_NUM_THREADS", None) == threads

@@ -213,7 +213,7 @@ def test_state_of_a_lost_node_is_had_from_its_partner(dataset, tmp_path):
     flags = NO_CHECKPOINT | {"max_steps": 100_000, "packs_per_step": 2}
     argv = ["train_ddp.py", *flags_of(dataset, out, **flags)]
     endpoint, job = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
-    first = Agent(tmp_path / "0.log", endpoint, job, argv)
+    first = Agent(tmp_path / "0.log", endpoint, job, 1, argv)
     agents = [first]
 
     def logs() -> str:
@@ -232,7 +232,7 @@ def test_state_of_a_lost_node_is_had_from_its_partner(dataset, tmp_path):
                 agents[-1].kill()
                 assert newest_step(out) < step() - 3
             else:
-                agents.append(Agent(tmp_path / f"{number}.log", endpoint, job, argv))
+                agents.append(Agent(tmp_path / f"{number}.log", endpoint, job, 1, argv))
             at, times = step(), logs().count("Resuming after step")
             said("Resuming after step", times + 1)
             assert max(map(int, re.findall(r"Resuming after step (\d+)", logs()))) >= at - 1, logs()
