@@ -73,7 +73,7 @@ class PinnedStager:
     """Holds one copy of a state at a time, in `memory`; the next one reuses it.
 
     in_passes: whether forward passes change part of the state (delayed-scaling FP8), so that they must wait as well;
-    allocate: makes the memory, uint8 [bytes].
+    allocate: makes the memory, uint8 [bytes]; repeats: `repeat` will be called, for which the tensors are kept.
     """
 
     def __init__(
@@ -82,9 +82,10 @@ class PinnedStager:
         optimizer: torch.optim.Optimizer,
         in_passes: bool = False,
         allocate: Callable[[int], Tensor] = _of_this_process,
+        repeats: bool = False,
     ):
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self._in_passes, self._new_memory = in_passes, allocate
+        self._in_passes, self._new_memory, self._repeats = in_passes, allocate, repeats
         self._sources: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._stream = None
@@ -103,6 +104,8 @@ class PinnedStager:
             self._allocate(size)
         copied, self._sources, self._copies = _placed(state, self.memory)
         self.repeat()
+        if not self._repeats:
+            self._sources, self._copies = [], []
         return copied
 
     @torch.no_grad()
@@ -143,6 +146,11 @@ class PinnedStager:
                 f"--async_save: CUDA cannot page-lock {size / 1e9:.2f} GB of host memory for a copy of the state "
                 f"(cudaHostRegister: error {error}): give the job more memory, or --async_save False"
             )
+
+
+def addresses(state: dict) -> list[int]:
+    """Where this rank's part of each tensor lies."""
+    return [_local(tensor).data_ptr() for tensor in _tensors(state)]
 
 
 def bytes_of_tensors(state: dict) -> int:

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from common.checkpoint.checkpointer import Checkpointer
 from common.checkpoint.metadata import StoredChunk, decode
-from common.checkpoint.pinned_stager import PinnedStager, bytes_of_tensors, share_of
+from common.checkpoint.pinned_stager import PinnedStager, addresses, bytes_of_tensors, share_of
 from common.checkpoint.reader import Reader
 from common.checkpoint.writer import shard_name
 from common.cli import MEMORY, MachineFault, UserError, one_line
@@ -198,9 +198,13 @@ class MemoryReader(Reader):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a slot's data are laid out: bytes, tensors as in metadata.json; sources: the optimiser's tensors."""
+    """How a slot's data are laid out: bytes, tensors as in metadata.json.
 
-    sources: list[Tensor]
+    sources: the optimiser's tensors: while they are these, the copies can be repeated; None: they cannot, since some
+    tensors of the state are made when it is asked for.
+    """
+
+    sources: list[Tensor] | None
     tensors: dict[str, dict]
     size: int
 
@@ -217,7 +221,8 @@ class Saver:
         self.world, self.checkpointer, self.every, self.first = world, checkpointer, every, step + 2
         self.own, self.partners = memory.slots[: SLOTS // 2], memory.slots[SLOTS // 2 :]
         optimizer, in_passes = checkpointer.optimizer, bool(checkpointer.scales)
-        self.stagers = [PinnedStager(world.device, optimizer, in_passes, slot.allocate) for slot in self.own]
+        how = {"in_passes": in_passes, "repeats": True}
+        self.stagers = [PinnedStager(world.device, optimizer, allocate=slot.allocate, **how) for slot in self.own]
         self.layouts: list[Layout | None] = [None] * len(self.own)
         self.turn, self.costs, self.seconds = 0, [], []  # costs: of each save; seconds: of each step before one
         self.thread: threading.Thread | None = None
@@ -271,10 +276,12 @@ class Saver:
         """Copy this rank's share into its slot."""
         layout, stager, optimizer = self.layouts[turn], self.stagers[turn], self.checkpointer.optimizer
         sources = [t for of in optimizer.state.values() for t in of.values() if isinstance(t, Tensor)]
-        if layout and len(sources) == len(layout.sources) and all(map(operator.is_, sources, layout.sources)):
+        before = layout.sources if layout else None
+        if layout and before and len(sources) == len(before) and all(map(operator.is_, sources, before)):
             stager.repeat()
             return layout
-        copies = stager.stage(self._share())
+        share = self._share()
+        copies = stager.stage(share)
         planner = DefaultSavePlanner()
         planner.set_up_planner(self.checkpointer.dcp_state(copies, True), is_coordinator=self.world.is_main)
         begin, tensors, size = stager.memory.data_ptr(), {}, 0
@@ -289,8 +296,9 @@ class Saver:
                 "chunks": [[list(chunk.offsets), list(chunk.sizes), at, copy.nbytes]],
             }
             size = max(size, at + copy.nbytes)
-        self.layouts[turn] = Layout(sources, tensors, size)
-        return self.layouts[turn]
+        is_live = addresses(share) == addresses(self._share())
+        self.layouts[turn] = layout = Layout(sources if is_live else None, tensors, size)
+        return layout
 
     def _share(self) -> dict:
         return share_of(self.checkpointer.state(), self.world.rank, self.world.size)

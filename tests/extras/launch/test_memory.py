@@ -150,6 +150,15 @@ def test_fork_server_answers_this_user_alone():
 # ---- runs ---------------------------------------------------------------------------------------------------
 
 NO_CHECKPOINT = {"save_steps": 100_000, "logging_steps": 1, "memory_save_steps": 1, "save_final_model": False}
+WITHOUT_GPU = """
+import extras
+import runpy
+import sys
+from tests import megatron_on_cpu
+megatron_on_cpu.install()
+sys.argv[0] = {0!r}
+runpy.run_path({0!r}, run_name="__main__")
+"""
 STEPS_A_KILL = 100  # of some 20 ms
 LAYOUTS = {
     "ddp": ("train_ddp.py", 2, {}),
@@ -165,18 +174,20 @@ LAYOUTS = {
 def test_killed_ranks_go_on_from_memory_with_the_same_bits(dataset, tmp_path, layout, rounds, generator):
     """There is no checkpoint on the disk until the end, and no step but the last before a kill is repeated."""
     script, nproc, flags = LAYOUTS[layout]
+    started: Path | str = script
     if script == "train_mfsdp.py":
         pytest.importorskip("megatron_fsdp")
+        started = tmp_path / script
+        started.write_text(WITHOUT_GPU.format(str(ROOT / script)))
     kills = rounds or 2
     flags = NO_CHECKPOINT | flags | {"max_steps": STEPS_A_KILL * (kills + 1), "packs_per_step": nproc}
     train(dataset, tmp_path / "whole", nproc, script=script, **flags)
     out, log = tmp_path / "out", tmp_path / "log"
-    launcher = ["-m", "extras.launch", f"--nproc_per_node={nproc}", f"--max_restarts={kills}", script]
+    launcher = ["-m", "extras.launch", f"--nproc_per_node={nproc}", f"--max_restarts={kills}", str(started)]
     with open(log, "w") as file:
         words = [python(), *launcher, *flags_of(dataset, out, **flags)]
-        job = subprocess.Popen(
-            words, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT, start_new_session=True
-        )
+        env = environment() | {"PYTHONPATH": str(ROOT)}
+        job = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True)
     alive = lambda: job.poll() is None  # noqa: E731
     try:
         for number in range(kills):
