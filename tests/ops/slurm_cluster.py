@@ -242,8 +242,14 @@ class SlurmCluster:
 
     def ranks(self, number: int) -> list[int]:
         """Process ids, outside the hosts, of a job's ranks."""
-        found = self._processes(number)
-        return [at_work(int(e.name)) for e, names in found if any(name.startswith(b"LOCAL_RANK=") for name in names)]
+        found = []
+        for entry, variables in self._processes(number):
+            pid = int(entry.name)
+            with suppress(OSError):  # has just ended
+                forked = (entry / "comm").read_text().startswith("rank-") and os.getsid(pid) == pid
+                if forked or any(name.startswith(b"LOCAL_RANK=") for name in variables):
+                    found.append(at_work(pid))
+        return found
 
     def rendezvous(self, number: int) -> tuple[int, str]:
         """Port and id of the rendezvous that a job's launchers are in now."""
