@@ -21,16 +21,16 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 stop_with_launcher()
 
 
-def _announce_torch_import() -> None:
+def announce_torch_import(script: str) -> None:
     """Importing torch takes seconds, in which an empty terminal looks as if nothing happened."""
-    script = os.path.basename(sys.argv[0]) if sys.argv else ""
+    script = os.path.basename(script)
     asks_for_help = not {"-h", "--help", "--help_all"}.isdisjoint(sys.argv)
     if script.startswith("train_") and os.environ.get("RANK", "0") == "0" and not asks_for_help:
         now = time.strftime("%H:%M:%S" if sys.stderr.isatty() else "%m/%d/%Y %H:%M:%S - INFO -")
         sys.stderr.write(f"{now} {script}: loading PyTorch\n")
 
 
-_announce_torch_import()
+announce_torch_import(sys.argv[0] if sys.argv else "")
 
 
 def _short_ctrl_c(kind: type[BaseException], error: BaseException, trace) -> None:

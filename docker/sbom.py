@@ -8,6 +8,7 @@ it; scope `required` is what training takes. Needs Python alone. The time in it 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -95,9 +96,15 @@ def bill_of_materials(lock_file: Path) -> dict:
     }
 
 
-def main(out: str, lock: str = "requirements.lock") -> None:
-    Path(out).write_text(json.dumps(bill_of_materials(ROOT / lock), indent=1) + "\n", encoding="utf-8")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("lock", nargs="?", default="requirements.lock")
+    args = parser.parse_args()
+    if not (ROOT / args.lock).is_file():
+        parser.error(f"{args.lock}: no such file in {ROOT}")
+    args.out.write_text(json.dumps(bill_of_materials(ROOT / args.lock), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

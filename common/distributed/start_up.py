@@ -10,8 +10,8 @@ LAUNCHED = "LAUNCHED"  # in the environment, of extras.launch: JSON, {part: seco
 
 
 class StartUp:
-    """parts: {part: seconds}; after a failure first those of the launcher, "teardown" of other ranks and "rendezvous",
-    from when it noticed."""
+    """parts: {part: seconds}. First those of the launcher: "teardown" of the other ranks after a failure, and
+    "rendezvous", to which at the first start its own imports count."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
@@ -32,7 +32,7 @@ class StartUp:
             return ""
         self.done("first step")
         self._reported = True
-        since = "the launcher noticed that a rank had ended" if self.is_restart else "the ranks' start"
+        since = "the launcher noticed" if self.is_restart else "the launcher's start"
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.parts.items())
         return f"First step {sum(self.parts.values()):.2f} s after {since}: {parts}"
 

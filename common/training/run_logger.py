@@ -120,6 +120,8 @@ class LogFlags(Flags):
         self.require_above(0, "peak_tflops_per_gpu")
         self.require_at_least(0, "straggler_every")
         self.require_at_least(1024, "metrics_port")
+        if (self.metrics_port or 0) > 65535:
+            raise UserError(f"--metrics_port {self.metrics_port}: at most 65535")
         if self.profile_steps:
             parse_steps(self.profile_steps)
         if self.report_to != "none" and find_spec(self.report_to) is None:

@@ -23,14 +23,18 @@ import logging
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from common.cli import BAD_INPUT, LAUNCHER_SPEAKS, one_line, user_errors
+from common import announce_torch_import
+from common.cli import BAD_INPUT, LAUNCHER_SPEAKS, UserError, one_line, user_errors
+from common.compat import run_exit_functions
 from common.distributed.stopping import PREEMPTED, SIGNALS
 
 TRY_AGAIN = 128 + signal.SIGTERM
 
+begun = time.time()
 received: list[int] = []  # stop signals
 helpers: list[int] = []  # children that are no ranks: the process that ranks are forked off, and Python's own
 
@@ -52,10 +56,12 @@ def _torchrun(arguments: list[str]) -> int:
 
     early = forked_ranks.can_be_prepared(arguments)
     if early:
+        announce_torch_import(early)
         prepare_ranks(early, is_module=False)
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.launcher import api
 
     from extras.launch import rendezvous
@@ -63,7 +69,7 @@ def _torchrun(arguments: list[str]) -> int:
     from extras.launch.restarts import Agent, Stopped, output_dir_of, set_job_uid
 
     set_job_uid()
-    Agent.signals, Agent.output_dir = received, output_dir_of(arguments)
+    Agent.signals, Agent.output_dir, Agent.begun = received, output_dir_of(arguments), begun
     os.environ[LAUNCHER_SPEAKS] = str(os.getpid())
     # Ranks that exit on a signal have not failed: drop torchrun's report of it.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda _: not received)
@@ -71,12 +77,22 @@ def _torchrun(arguments: list[str]) -> int:
     try:
         # torchrun installs handlers for the signals named here: leave the stop signals to ours.
         parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", "--start-method=forkserver", *arguments])
-        most_nodes = run.parse_min_max_nnodes(parsed.nnodes)[1]
-        rendezvous.use_json_backend(parsed, most_nodes)
+        try:
+            most_nodes = run.parse_min_max_nnodes(parsed.nnodes)[1]
+            ranks = run.determine_local_world_size(parsed.nproc_per_node)
+            rendezvous.use_json_backend(parsed, most_nodes)
+            run.config_from_args(parsed)  # torch's own checks
+            parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=0)
+            assert ranks > 0
+        except (ValueError, AssertionError) as error:
+            reason = one_line(error) if str(error) else "a number of nodes or ranks is not possible"
+            raise UserError(f"a flag before the script's name: {reason}: see torchrun --help") from error
+        if not (parsed.module or parsed.no_python or Path(parsed.training_script).exists()):
+            raise UserError(f"{parsed.training_script}: no such script here ({os.getcwd()})")
         if most_nodes > 1:
             # torch 2.13: an agent that shares the ranks' store does not announce its address to one that joins later.
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        if (ranks := run.determine_local_world_size(parsed.nproc_per_node)) > 1:
+        if ranks > 1:
             forked_ranks.limit_threads()
         if Path(parsed.training_script).name.startswith("train_") and hasattr(os, "memfd_create"):  # Linux
             Agent.memory = LauncherMemory(ranks)
@@ -110,6 +126,8 @@ def _forward_signal(number: int, frame) -> None:
     ranks = [rank for child in _children() for rank in (_children(child) if child in helpers else [child])]
     if not ranks:
         # Before the first rank starts or after the last one ends: the next start resumes.
+        with suppress(Exception):
+            run_exit_functions()  # multiprocessing's directory
         os._exit(128 + number if number == signal.SIGINT else _final_status(PREEMPTED))
     for pid in ranks:
         with suppress(ProcessLookupError):

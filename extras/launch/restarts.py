@@ -47,7 +47,7 @@ def output_dir_of(arguments: list[str]) -> Path | None:
     if in_parts or not {"-m", "--module"}.isdisjoint(arguments):
         return None
     output_dir = None
-    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for word, following in zip(arguments, [*arguments[1:], None], strict=False):
         name, equals, value = word.partition("=")
         if name.replace("-", "_") in ("__output_dir", "__checkpoint_dir"):
             output_dir = value if equals else following
@@ -158,6 +158,7 @@ class Agent(LocalElasticAgent):
     signals: list[int] = []
     output_dir: Path | None = None
     memory: LauncherMemory | None = None
+    begun = 0.0  # when the launcher was started, seconds since the epoch
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -165,7 +166,7 @@ class Agent(LocalElasticAgent):
         self._count_next = True  # False if nodes have only joined
         self._resumed_at: int | None = None  # the newest step in memory at the last start
         self._futile_starts = 0  # from there, that failed before they came further
-        self._ended: dict[str, float] = {}  # common.distributed.start_up.LAUNCHED, after a failure
+        self._ended = {"begun": self.begun}  # common.distributed.start_up.LAUNCHED: its beginning
         self._limit_message: str | None = None
 
     def run(self, role: str = "default") -> RunResult:
@@ -186,20 +187,20 @@ class Agent(LocalElasticAgent):
             newest = None
         self._resumed_at = newest
         os.environ[LAUNCHED] = json.dumps(self._ended | {"rendezvous": time.time()})
-        self._ended = {}
         if worker_group.group_rank == 0 and self.output_dir:
             job = unique_job_id() or worker_group.spec.rdzv_handler.get_run_id()
             self._counter = RestartCounter(self.output_dir, job, self.memory.newest if self.memory else None)
             nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
             if before := self._counter.change_nodes(nodes):
-                sys.stderr.write(f"the run continues on {nodes} nodes, {ranks} ranks (it was on {before} nodes)\n")
+                now = f"{_number(nodes, 'node')}, {_number(ranks, 'rank')}"
+                sys.stderr.write(f"the run continues on {now} (it was on {_number(before, 'node')})\n")
             elif self._count_next:
                 self._counter.increment()
         self._count_next = False
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        noticed = time.time()
+        self._ended = {"noticed": time.time()}
         with _captured(api.logger) as records:
             result = super()._monitor_workers(worker_group)
         statuses = {failure.exitcode for failure in result.failures.values()}
@@ -212,7 +213,7 @@ class Agent(LocalElasticAgent):
             lines = [m["message"] for m in messages if isinstance(m, dict) and "py_callstack" not in m["extraInfo"]]
             sys.stderr.writelines(f"{line}\n" for line in dict.fromkeys(lines))
             self._count_next = True
-            self._ended = {"noticed": noticed, "teardown": time.time()}
+            self._ended["teardown"] = time.time()
             self._limit_restarts(statuses)
         elif result.state == WorkerState.SUCCEEDED and self._counter:
             self._counter.clear()
@@ -248,6 +249,10 @@ def _captured(logger: logging.Logger) -> Iterator[list[logging.LogRecord]]:
         yield records
     finally:
         logger.removeFilter(capture)
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _by_time(failures: dict[int, ProcessFailure]) -> list[ProcessFailure]:

@@ -52,7 +52,7 @@ def test_array_continues_without_a_lost_node_and_takes_it_back(cluster, dataset,
     cluster.kill(lost)
     if lost == "n2":
         gets_on(1, 1)
-        assert "the run continues on 1 nodes, 1 ranks (it was on 2 nodes)" in said()
+        assert "the run continues on 1 node, 1 rank (it was on 2 nodes)" in said()
     cluster.until(lambda: state() == "PENDING", "Slurm does not requeue the task", 120)
     cluster.up(lost)
     gets_on(2, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -227,3 +228,32 @@ def test_launcher_imports_early_where_the_command_line_is_clear(monkeypatch, wor
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert can_be_prepared(words.split()) == script
     assert os.environ.pop("OMP_NUM_THREADS", None) == threads
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc_per_node=x", "train_ddp.py"], "Unsupported nproc_per_node value: x"),
+        (["--nproc_per_node=0", "train_ddp.py"], "a number of nodes or ranks is not possible"),
+        (["--nnodes=2:1", "train_ddp.py"], "min_nodes=2, max_nodes=1"),
+        (["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:abc", "train_ddp.py"], "'127.0.0.1:abc'"),
+        (["nothere.py"], "nothere.py: no such script here"),
+        ([], "required: training_script"),
+    ],
+)
+def test_launcher_refuses_a_wrong_command_line_in_one_line(words, said):
+    script = Script("extras.launch", *words, env=environment())
+    assert script.wait() == 2, script.said()
+    (line,) = [line for line in script.said()[1].splitlines() if "error: " in line]
+    assert said in line
+    assert "Traceback" not in script.said()[1]
+
+
+def test_launcher_stopped_early_leaves_nothing(tmp_path):
+    """Not the directory of the process that ranks are forked off. With a real interpreter: it remembers its own."""
+    command = [sys.executable, "-m", "extras.launch", "--nproc_per_node=1", "train_ddp.py", "--output_dir=unused"]
+    job = subprocess.Popen(command, env=environment() | {"TMPDIR": str(tmp_path)}, cwd=ROOT)
+    assert wait_until(lambda: any(tmp_path.glob("pymp-*")), lambda: job.poll() is None, 0.01)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait() == PREEMPTED
+    assert wait_until(lambda: not any(tmp_path.glob("pymp-*")))
