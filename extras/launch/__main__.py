@@ -36,6 +36,7 @@ TRY_AGAIN = 128 + signal.SIGTERM
 
 begun = time.time()
 received: list[int] = []  # stop signals
+agents: list[type] = []  # torchrun's, once it may start ranks
 helpers: list[int] = []  # children that are no ranks: the process that ranks are forked off, and Python's own
 
 
@@ -54,10 +55,10 @@ def _torchrun(arguments: list[str]) -> int:
     # After the signal handlers: importing torch takes seconds, here and where ranks are forked off.
     from extras.launch import forked_ranks
 
-    early = forked_ranks.can_be_prepared(arguments)
+    early, prepared = forked_ranks.can_be_prepared(arguments), None
     if early:
         announce_torch_import(early)
-        prepare_ranks(early, is_module=False)
+        prepared = prepare_ranks(early, is_module=False)
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
@@ -78,11 +79,11 @@ def _torchrun(arguments: list[str]) -> int:
         # torchrun installs handlers for the signals named here: leave the stop signals to ours.
         parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", "--start-method=forkserver", *arguments])
         try:
-            most_nodes = run.parse_min_max_nnodes(parsed.nnodes)[1]
+            least_nodes, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
             ranks = run.determine_local_world_size(parsed.nproc_per_node)
             rendezvous.use_json_backend(parsed, most_nodes)
-            run.config_from_args(parsed)  # torch's own checks
             parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=0)
+            assert 0 < least_nodes <= most_nodes
             assert ranks > 0
         except (ValueError, AssertionError) as error:
             reason = one_line(error) if str(error) else "a number of nodes or ranks is not possible"
@@ -97,9 +98,11 @@ def _torchrun(arguments: list[str]) -> int:
         if Path(parsed.training_script).name.startswith("train_") and hasattr(os, "memfd_create"):  # Linux
             Agent.memory = LauncherMemory(ranks)
         if parsed.start_method == "forkserver" and not parsed.no_python:
-            forked_ranks.use()
-            if not early:
-                prepare_ranks(parsed.training_script, parsed.module)
+            if prepared is None:
+                prepared = prepare_ranks(parsed.training_script, parsed.module)
+            if prepared:
+                forked_ranks.use()
+        agents.append(Agent)
         run.run(parsed)
     except ChildFailedError as error:  # torchrun or the agent has printed which rank failed
         return _shell_status(error.get_first_failure()[1].exitcode)
@@ -114,16 +117,18 @@ def _torchrun(arguments: list[str]) -> int:
     return 0
 
 
-def prepare_ranks(script: str, is_module: bool) -> None:
+def prepare_ranks(script: str, is_module: bool) -> bool:
     from extras.launch import forked_ranks
 
-    forked_ranks.prepare(script, is_module)
+    prepared = forked_ranks.prepare(script, is_module)
     helpers.extend(_children())
+    return prepared
 
 
 def _forward_signal(number: int, frame) -> None:
     received.append(number)
-    ranks = [rank for child in _children() for rank in (_children(child) if child in helpers else [child])]
+    children = _children() if agents else []  # none is a rank before
+    ranks = [rank for child in children for rank in (_children(child) if child in helpers else [child])]
     if not ranks:
         # Before the first rank starts or after the last one ends: the next start resumes.
         with suppress(Exception):

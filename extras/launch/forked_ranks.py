@@ -26,6 +26,7 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
+from common.cli import one_line
 from common.compat import run_exit_functions, set_rank_starter
 from common.distributed.stopping import die_with_parent, stop_with_launcher
 
@@ -62,12 +63,18 @@ def limit_threads() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def prepare(script: str, is_module: bool) -> None:
-    """Start the process that ranks are forked off: it imports while the nodes meet."""
+def prepare(script: str, is_module: bool) -> bool:
+    """Start the process that ranks are forked off: it imports while the nodes meet. False if it cannot be had."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     os.environ[SCRIPT] = f"-m {script}" if is_module else script
-    forkserver.ensure_running()
-    del os.environ[SCRIPT]
+    try:
+        forkserver.ensure_running()
+    except OSError as error:  # its socket's path is too long in some $TMPDIR
+        sys.stderr.write(f"warning: ranks do their own imports, since $TMPDIR takes no socket: {one_line(error)}\n")
+        return False
+    finally:
+        del os.environ[SCRIPT]
+    return True
 
 
 class ForkedRank:

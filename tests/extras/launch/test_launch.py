@@ -235,7 +235,7 @@ def test_launcher_imports_early_where_the_command_line_is_clear(monkeypatch, wor
     [
         (["--nproc_per_node=x", "train_ddp.py"], "Unsupported nproc_per_node value: x"),
         (["--nproc_per_node=0", "train_ddp.py"], "a number of nodes or ranks is not possible"),
-        (["--nnodes=2:1", "train_ddp.py"], "min_nodes=2, max_nodes=1"),
+        (["--nnodes=2:1", "train_ddp.py"], "a number of nodes or ranks is not possible"),
         (["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:abc", "train_ddp.py"], "'127.0.0.1:abc'"),
         (["nothere.py"], "nothere.py: no such script here"),
         ([], "required: training_script"),
