@@ -210,7 +210,7 @@ FILES = [
     ("sample/*", "FASTA", "the generated proteins of `--dataset sample`", "the run"),
     (".run", "JSON", "lock of the directory, and the job that wrote here last", "the next start"),
     (".saved", "empty", "some checkpoint was once complete here", "the next start"),
-    (".starts", "JSON", "starts in a row without a new checkpoint or state in memory; nodes of the last", "`extras.launch`"),
+    (".starts", "JSON", "starts in a row without a new state, on disk or in memory; nodes", "`extras.launch`"),
     ("checkpoint-<step>/manifest.json", "JSON", "size and CRC-32 of each file; the model's fingerprint", "a resume"),
     ("checkpoint-<step>/metadata.json", "JSON", "which tensors lie where", "a resume"),
     ("checkpoint-<step>/__<rank>_0.distcp", "safetensors", "a rank's share of weights and optimiser", "a resume"),
