@@ -51,6 +51,7 @@ class Arguments(PreparedFlags):
     save_steps: int = flag(20, "Steps between checkpoints on the disk.")
     steps_lost: int = flag(10, "Steps after a checkpoint at which the run is killed.")
     tokens: int = flag(512, "In a pack; a step has a pack a rank.")
+    memory_save_steps: int | None = flag(None, "Of this commit's runs.")
     output: str | None = flag(None, "Also write the table there.")
 
     def check(self) -> None:
@@ -173,6 +174,8 @@ def recoveries(args: Arguments, checkout: Path, case: str) -> list[Recovery]:
             "logging_steps": 1,
             "use_cpu": True,
         }
+        if checkout == ROOT and args.memory_save_steps is not None:
+            flags["memory_save_steps"] = args.memory_save_steps
         launcher = ["-m", "extras.launch", f"--nproc_per_node={ranks}", f"--max_restarts={args.kills}"]
         with Job(checkout, [sys.executable, *launcher, script, *words(flags)]) as job:
             ats = [number * args.save_steps + args.steps_lost for number in range(1, args.kills + 1)]
