@@ -45,6 +45,12 @@ def at_scale(stock: Any, mask_ratio: float) -> Any:
     return stock
 
 
+def protein_ids(dataset_dir: str, proteins: int) -> list[np.ndarray]:
+    """Token ids uint8 of the first proteins of the validation split, of each at most `LONGEST`."""
+    rows = load_from_disk(dataset_dir)["validation"]["input_ids"][:proteins]
+    return [np.array(row, np.uint8)[:LONGEST] for row in rows]
+
+
 def questions(proteins: list[np.ndarray], rate: float | None, mask: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """(ids with hidden residues, their indices, number of the protein), drawn with a fixed seed."""
     generator = np.random.default_rng(1)
@@ -102,8 +108,7 @@ def main() -> None:
     flags, cpu = EncoderFlags(args.model_name_or_path), torch.device("cpu")
     stock = [read_stock_model(args.model_name_or_path, cpu) for _ in range(2)]
     encoders = [Encoder(flags, stock=each) for each in (stock[0], at_scale(stock[1], 0.8 * args.mlm_probability))]
-    rows = load_from_disk(args.dataset_dir)["validation"]["input_ids"][: args.proteins]
-    proteins = [np.array(row, np.uint8)[:LONGEST] for row in rows]
+    proteins = protein_ids(args.dataset_dir, args.proteins)
     lines = compare(*encoders, proteins)
     measured, command = where_measured("benchmarks.token_dropout", "torch")
     what = f"{len(proteins)} proteins, of each at most {LONGEST} tokens; differences ± standard errors over proteins."
