@@ -1,0 +1,136 @@
+"""Where each figure of a long run stops growing, and whether the held-out loss predicts the others.
+
+python -m benchmarks.saturation RUN [RUN ...] [--output table.md]
+
+RUN: output directories of the train scripts with --do_eval, --eval_steps and --eval_downstream_steps. Runs that differ
+in the seed alone are one group. A figure's curve is the mean over its seeds, smoothed by the median of three
+evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from benchmarks.measuring import publish, where_measured
+from common.cli import UserError, run
+from extras.compare.runs import Group, group_runs, read_run
+
+REACHED = 0.95  # of the gain from the first evaluation to the best one
+LOSS = "eval_loss_masked"
+# Of `metrics.jsonl`: how names begin and end. Losses fall, all else grows.
+FIGURES = (
+    ("eval_loss_masked", ""),
+    ("eval_contacts_", "_p_at_l"),
+    ("eval_mutations_", ""),
+    ("eval_probe_", "_spearman"),
+)
+NO_FIGURE = ("_nearest_p_at_l", "_chance", "_baseline_spearman")
+
+
+class Growth(NamedTuple):
+    """first, last, best: of the smoothed curve; seeds: standard deviation between seeds at the last evaluation, NaN of
+    one; reached: the step with 95 % of the gain; at_best: step; by_loss: Spearman's correlation with the loss's fall
+    over all evaluations and over those of the second half."""
+
+    first: float
+    last: float
+    best: float
+    seeds: float
+    reached: int
+    at_best: int
+    by_loss: tuple[float, float]
+
+
+def names_of(rows: Sequence[dict]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [
+        name
+        for begin, end in FIGURES
+        for name in names
+        if name.startswith(begin) and name.endswith(end) and not name.endswith(NO_FIGURE)
+    ]
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Median of three along the last axis; the ends as they are."""
+    middle = np.median(np.lib.stride_tricks.sliding_window_view(values, 3, -1), -1)
+    return np.concatenate((values[..., :1], middle, values[..., -1:]), -1)
+
+
+def curves(group: Group, name: str) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """(steps [evaluations], values and losses [seeds, evaluations]) of the evaluations that all seeds have."""
+    of = [{row["step"]: (row[name], row[LOSS]) for row in run.evaluations if name in row} for run in group.runs]
+    steps = sorted(set.intersection(*map(set, of)))
+    values, losses = (
+        np.array([[each[step] for step in steps] for each in of]).reshape(len(of), -1, 2).transpose(2, 0, 1)
+    )
+    return steps, values, losses
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's; NaN where one of them stands still."""
+    return float(spearmanr(a, b).statistic) if np.ptp(a) > 0 and np.ptp(b) > 0 else float("nan")
+
+
+def growth(steps: Sequence[int], values: np.ndarray, losses: np.ndarray, falls: bool) -> Growth:
+    """steps [evaluations]; values, losses [seeds, evaluations]; falls: lower is better."""
+    curve, loss = (smoothed(each.mean(0)) for each in (values, losses))
+    upward = -curve if falls else curve
+    best = int(upward.argmax())
+    gained = (upward - upward[0]) / max(upward[best] - upward[0], 1e-12)
+    seeds = float(values[:, -1].std(ddof=1)) if len(values) > 1 else float("nan")
+    half = len(steps) // 2
+    by_loss = tuple(rank_correlation(upward[since:], -loss[since:]) for since in (0, half))
+    reached = steps[int(np.argmax(gained >= REACHED))]
+    return Growth(curve[0], curve[-1], curve[best], seeds, reached, steps[best], (by_loss[0], by_loss[1]))
+
+
+def table(group: Group) -> list[str]:
+    names = names_of([row for run in group.runs for row in run.evaluations])
+    lines = [
+        f"| figure | first | last | ± | best | at step | {REACHED:.0%} of the gain at | by the loss | second half |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name in names:
+        steps, values, losses = curves(group, name)
+        if len(steps) < 4:
+            raise UserError(f"{group.runs[0].path}: {len(steps)} evaluations of {name}: at least 4 show a curve")
+        grown = growth(steps, values, losses, name == LOSS)
+        cells = [f"{each:.4f}" for each in (grown.first, grown.last, grown.seeds, grown.best)]
+        cells += [f"{grown.at_best:,}", f"{grown.reached:,}", *(f"{each:+.2f}" for each in grown.by_loss)]
+        lines.append(f"| {name.removeprefix('eval_')} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--output")
+    args = parser.parse_args()
+    lines = ["# Where figures stop growing", "", *where_measured("benchmarks.saturation", "torch"), ""]
+    lines += [
+        "First and last: mean over the seeds; ±: their standard deviation at the last evaluation. By the loss:",
+        f"Spearman's correlation of a figure with the fall of {LOSS}, over all evaluations and over the second half of them;",
+        "evaluations of one run are no independent draws.",
+    ]
+    for group in group_runs([read_run(Path(each)) for each in args.runs]):
+        tokens = ", ".join(f"{each:,.0f}" for each in group.lasts("tokens"))
+        lines += [
+            "",
+            f"## {group.label}",
+            "",
+            f"Seeds {', '.join(str(r.seed) for r in group.runs)}; tokens: {tokens}.",
+            "",
+        ]
+        lines += table(group)
+    publish("\n".join(lines), args.output)
+
+
+if __name__ == "__main__":
+    run(main)
