@@ -116,8 +116,8 @@ def main() -> None:
     lines = ["# Where figures stop growing", "", *where_measured("benchmarks.saturation", "torch"), ""]
     lines += [
         "First and last: mean over the seeds; ±: their standard deviation at the last evaluation. By the loss:",
-        f"Spearman's correlation of a figure with the fall of {LOSS}, over all evaluations and over the second half of them;",
-        "evaluations of one run are no independent draws.",
+        f"Spearman's correlation of a figure with the fall of {LOSS}, over all evaluations and over the second half",
+        "of them; evaluations of one run are no independent draws.",
     ]
     for group in group_runs([read_run(Path(each)) for each in args.runs]):
         tokens = ", ".join(f"{each:,.0f}" for each in group.lasts("tokens"))
