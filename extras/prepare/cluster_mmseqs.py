@@ -32,6 +32,7 @@ from extras.prepare.cluster_splits import (
     COMPONENTS,
     COVERAGE,
     PROGRAM,
+    PROTEINS,
     mmseqs_version,
     run_mmseqs,
     write_numbered,
@@ -46,7 +47,6 @@ logger = logging.getLogger(__name__)
 Method = Literal["cluster", "linclust"]
 # Connected components of the pairs that each finds; see COMPONENTS.
 METHODS: dict[str, tuple[str | int, ...]] = {"cluster": COMPONENTS, "linclust": ("--cluster-mode", 1)}
-PROTEINS = 1  # createdb's --dbtype: MMseqs2 would guess
 
 
 @dataclass
@@ -92,7 +92,7 @@ def make_database(args: Arguments, files: list[Path], build: Build) -> int:
     if (records := build.done("records")) is None:
         fasta = build.scratch / "records.fasta"
         records = write_numbered(fasta, batches_of(args, files))
-        command = [PROGRAM, "createdb", fasta, build.scratch / "records", "--dbtype", PROTEINS]
+        command = [PROGRAM, "createdb", fasta, build.scratch / "records", *PROTEINS]
         run_mmseqs(command, build.scratch / "log", "createdb")
         fasta.unlink()
         build.note("records", records)

@@ -195,6 +195,7 @@ def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
 
 PROGRAM = "mmseqs"
 COVERAGE = 0.8  # of both sequences, as in UniRef50's clusters
+PROTEINS = ("--dbtype", 1)  # MMseqs2 would guess, by the first ten records: all of A, C, G, N and T?
 # Connected components of all pairs found. MMseqs2's default, greedy sets around representatives, left 842 of 8,000
 # UniRef90 proteins with a relative in another set; these, 2 (docs/data.md). Clustering keeps 20 hits a protein, which
 # could cut a large family: 300, as a search keeps. The sensitivity is MMseqs2's own for the identity: -s 7.5 took 7
@@ -228,7 +229,7 @@ def cluster_records(
     fasta = directory / "records.fasta"
     records = write_numbered(fasta, (rows for path in files for rows in read(path)))
     logger.info("Clustering %s records at %g identity with MMseqs2 %s", f"{records:,}", identity, version)
-    command = [PROGRAM, "easy-cluster", fasta, directory / "clusters", directory / "work"]
+    command = [PROGRAM, "easy-cluster", fasta, directory / "clusters", directory / "work", *PROTEINS]
     command += ["--min-seq-id", identity, "-c", COVERAGE, "--cov-mode", 0, *COMPONENTS, "--threads", threads]
     with log_every("Clustering"):
         run_mmseqs(command, directory / "log", "--cluster")

@@ -27,7 +27,7 @@ from common.data.alphabet import recorded_alphabet
 from common.data.token_store import TokenStore, open_split
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.command_line import positional
-from extras.prepare.cluster_splits import COVERAGE, PROGRAM, run_mmseqs
+from extras.prepare.cluster_splits import COVERAGE, PROGRAM, PROTEINS, run_mmseqs
 from extras.prepare.output_directory import read_record
 from extras.prepare.splits import SPLITS
 
@@ -82,7 +82,7 @@ def _search(queries: list[str], identity: float, scratch: Path, threads: int) ->
     """Numbers of the queries that hit scratch/training.fasta."""
     fasta, hits = scratch / "held_out.fasta", scratch / "hits.tsv"
     fasta.write_text("".join(f">{number}\n{text}\n" for number, text in enumerate(queries)))
-    command = [PROGRAM, "easy-search", fasta, scratch / "training.fasta", hits, scratch / "work"]
+    command = [PROGRAM, "easy-search", fasta, scratch / "training.fasta", hits, scratch / "work", *PROTEINS]
     command += ["--min-seq-id", identity, "-c", COVERAGE, "--cov-mode", 0, "--max-accept", 1]
     command += ["--format-output", "query", "--threads", threads]
     with log_every("Searching for relatives in training"):

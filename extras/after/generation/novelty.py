@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import log_every
-from extras.prepare.cluster_splits import COVERAGE, PROGRAM, run_mmseqs
+from extras.prepare.cluster_splits import COVERAGE, PROGRAM, PROTEINS, run_mmseqs
 
 
 def nearest_identities(
@@ -28,7 +28,7 @@ def nearest_identities(
             file.writelines(f">{number}\n{text}\n" for number, text in enumerate(texts))
     hits = scratch / "nearest.tsv"
     command = [PROGRAM, "easy-search", *paths, hits, scratch / "work", "-c", COVERAGE, "--cov-mode", 0]
-    command += ["--alignment-mode", 3, "--format-output", "query,fident", "--threads", threads]
+    command += [*PROTEINS, "--alignment-mode", 3, "--format-output", "query,fident", "--threads", threads]
     with log_every("Searching for the nearest training proteins"):
         run_mmseqs(command, scratch / "log", "nearest training proteins")
     nearest = np.zeros(len(proteins))

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
 
 import datasets
 import pyarrow as pa
@@ -14,7 +15,8 @@ import pytest
 from common.cli import UserError
 from common.data.clusters import open_clusters
 from common.models.esm2.alphabet import TOKENS
-from extras.prepare.cluster_splits import numbers, write_numbered
+from extras.prepare.cluster_splits import cluster_records, numbers, write_numbered
+from extras.prepare.output_directory import JOURNAL, Build, Journal
 from tests.data_fixtures import TOKENIZE, call
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
@@ -33,6 +35,12 @@ def related(seed: int = 3) -> list[tuple[str, str, int]]:
             rows.append((f"sp|P{family}|{member // 2}", text, family))
     draw.shuffle(rows)
     return rows
+
+
+def like_nucleotides() -> list[str]:
+    """Ten proteins of A, C, G and T: MMseqs2 14 takes a file that begins with them for one of nucleotides."""
+    draw = random.Random(1)
+    return ["".join(draw.choices("ACGT", k=60)) for _ in range(10)]
 
 
 def write(directory, rows) -> None:
@@ -66,6 +74,23 @@ def test_mmseqs_holds_out_whole_families(tmp_path):
     call(TOKENIZE, *flags, "--validation_size", 30, "--test_size", 18)  # nothing to do
     with pytest.raises(UserError, match="made from other input or arguments"):
         call(TOKENIZE, *flags[:-1], 0.9, "--validation_size", 30, "--test_size", 18)
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
+def test_mmseqs_is_not_left_to_guess_what_the_records_are(tmp_path):
+    """As nucleotides, copies with other ends would be clusters of their own; and what MMseqs2 alone takes them for."""
+    rows = [text for _, text, _ in related() if len(text) > 100][:6]
+    texts = [*like_nucleotides(), *rows, *(text[:-4] + "WWWW" for text in rows)]
+    build = Build({}, tmp_path, Journal(tmp_path / JOURNAL))
+    batch = pa.record_batch({"id": list(map(str, range(len(texts)))), "text": texts})
+    table = cluster_records(build, [tmp_path], lambda _: [batch], 0.8, 1)
+    pairs = [line.split("\t") for line in table.read_text().splitlines()]
+    cluster_of = {int(member): cluster for cluster, member in pairs}
+    assert len(cluster_of) == len(texts)
+    assert all(cluster_of[10 + n] == cluster_of[16 + n] for n in range(6))
+    write_numbered(tmp_path / "records.fasta", [batch])
+    command = ("mmseqs", "createdb", tmp_path / "records.fasta", tmp_path / "guessed")
+    assert "Database type: Nucleotide" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")

@@ -14,7 +14,7 @@ from extras.prepare import relatives as module
 from extras.prepare import tokenize_proteins
 from extras.prepare.relatives import COPIES, SEARCH, main, relatives
 from tests.data_fixtures import TOKENIZE, call, load
-from tests.extras.prepare.test_mmseqs import related, write
+from tests.extras.prepare.test_mmseqs import like_nucleotides, related, write
 
 NO_MMSEQS = shutil.which("mmseqs") is None
 needs_mmseqs = pytest.mark.skipif(NO_MMSEQS, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
@@ -41,6 +41,14 @@ def test_relatives_are_the_members_of_training_families(tmp_path):
     assert found.by == SEARCH
     assert found.found.tolist() == [*expected.tolist(), True, False, False]
     assert 0 < expected.sum() < 60
+
+
+@needs_mmseqs
+def test_relatives_of_a_file_that_begins_like_nucleotides_are_found(tmp_path):
+    held_out, training, expected = two_sides()
+    first = like_nucleotides()
+    found = relatives([*first, *held_out], iter([*first, *training]), 0.5, tmp_path)
+    assert (found.by, found.found.tolist()) == (SEARCH, [True] * 10 + expected.tolist())
 
 
 def test_relatives_without_mmseqs_are_exact_copies(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from extras.after.generation.known import composition
 from extras.after.generation.novelty import nearest_identities
 from extras.prepare.cluster_splits import PROGRAM
+from tests.extras.prepare.test_mmseqs import like_nucleotides
 
 LETTERS = list("ACDEFGHIKLMNPQRSTVWY")
 
@@ -26,13 +27,15 @@ def test_nearest_identities_without_mmseqs_are_not_known(tmp_path, monkeypatch):
     assert nearest_identities(["MKV"], ["MKV"], tmp_path) is None
 
 
+@pytest.mark.parametrize("first", [[], like_nucleotides()], ids=["", "of A, C, G and T"])
 @pytest.mark.skipif(shutil.which(PROGRAM) is None, reason="needs MMseqs2")
-def test_nearest_identities_are_those_of_planted_mutants(tmp_path):
+def test_nearest_identities_are_those_of_planted_mutants(tmp_path, first):
     generator = np.random.default_rng(0)
     training = ["".join(generator.choice(LETTERS, 100)) for _ in range(20)]
     changed = list(training[3])
     for place in range(5, 95, 9):  # ten substitutions
         changed[place] = "W" if changed[place] != "W" else "A"
     unrelated = "".join(generator.choice(LETTERS, 100))
-    found = nearest_identities([training[7], "".join(changed), unrelated], training, tmp_path)
-    np.testing.assert_allclose(found, [1.0, 0.9, 0.0], atol=0.011)
+    proteins = [*first, training[7], "".join(changed), unrelated]
+    found = nearest_identities(proteins, [*first, *training], tmp_path)
+    np.testing.assert_allclose(found[len(first) :], [1.0, 0.9, 0.0], atol=0.011)
