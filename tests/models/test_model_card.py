@@ -47,9 +47,9 @@ def front_matter(card: str) -> dict:
 
 
 @torch.no_grad()
-def contacts(directory: Path) -> torch.Tensor:
+def contacts(directory: Path, attention: str = "eager") -> torch.Tensor:
     """transformers' probabilities for a short protein."""
-    model = EsmForMaskedLM.from_pretrained(directory, attn_implementation="eager").eval()  # attention is read
+    model = EsmForMaskedLM.from_pretrained(directory, attn_implementation=attention).eval()
     ids = AutoTokenizer.from_pretrained(directory)("MKVLAGTYRRWCDE", return_tensors="pt")["input_ids"]
     return model.predict_contacts(ids, torch.ones_like(ids))
 
@@ -58,6 +58,8 @@ def test_card_says_contact_head_is_not_fitted(tmp_path, caplog):
     caplog.set_level("INFO")
     card = saved(tmp_path / "model")
     assert (contacts(tmp_path / "model") == 0.5).all()
+    with pytest.raises(RuntimeError, match="non-empty TensorList"):  # what the card's advice avoids
+        contacts(tmp_path / "model", "sdpa")
     assert NOT_FITTED[1:] in card
     assert KEPT[1:] not in card
     assert f"model: {NOT_FITTED}" in caplog.text

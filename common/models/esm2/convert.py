@@ -55,10 +55,12 @@ _CONTACT = "esm.contact_head.regression"
 _ROTARY = "rotary_embeddings.inv_freq"
 # transformers 5 saves the layers' norms under TensorFlow's old names (and reads both).
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
-NOT_FITTED = "the contact head is not fitted: `predict_contacts` answers 0.5 for every pair of residues"
+# Only eager attention returns the maps that `predict_contacts` reads.
+_EAGER = '`predict_contacts`, which needs `attn_implementation="eager"`'
+NOT_FITTED = f"the contact head is not fitted: {_EAGER}, answers 0.5 for every pair of residues"
 FITTED = "the contact head was fitted to these weights on {} protein chains"
 CONTACT_CHAINS = "contact_head_fitted_on"  # in config.json, where transformers keeps it: hashes of these chains
-KEPT = "the contact head is that of the starting weights, which training leaves as it is"
+KEPT = f"the contact head is that of the starting weights, which training leaves as it is: {_EAGER}, uses it"
 
 
 class Esm2Adapter(StateDictAdapter):
@@ -144,7 +146,6 @@ class Esm2Adapter(StateDictAdapter):
         if training.contacts:
             contacts = FITTED.format(len(training.contacts))
             config_file = directory / "config.json"
-            # Only eager attention returns the maps that `predict_contacts` reads.
             head = {"attn_implementation": "eager", CONTACT_CHAINS: list(training.contacts)}
             content = json.loads(config_file.read_text()) | head
             config_file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
