@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import shutil
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -77,6 +78,25 @@ def test_fit_equals_scikit_learn_on_transformers_attentions(structures, untraine
     found = head.probabilities(attention_features(read_stock_model(str(untrained), CPU), chains[0].ids))
     expected = theirs.predict_proba(stock_features(stock, chains[0]).reshape(-1, x.shape[1]).numpy())[:, 1]
     np.testing.assert_allclose(found.ravel(), expected, atol=1e-6)
+
+
+def test_fit_is_an_l1_regression_without_a_warning():
+    """By its optimality: C times the loss' gradient is 1 where there is a weight, and at most 1 where there is none.
+    scikit-learn has renamed the penalty (1.8) and removes its old name (1.10); an older one would fit by L2."""
+    generator = np.random.default_rng(0)
+    places = generator.normal(scale=12, size=(80, 3)).astype(np.float32)
+    chain = Chain("a", "A" * 80, places)
+    contacts, _ = chain.contacts()
+    features = generator.normal(size=(80, 80, 20)).astype(np.float32)
+    features[..., 0] += 2 * contacts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head = fit(lambda _: features, [chain])
+    i, j, contact = pairs(chain)
+    gradient = features[i, j].T @ (head.probabilities(features)[i, j] - contact) * head.strength
+    assert 0 < np.count_nonzero(head.weight) < 20
+    np.testing.assert_allclose(abs(gradient[head.weight != 0]), 1, atol=0.01)
+    assert (abs(gradient[head.weight == 0]) <= 1.01).all()
 
 
 @pytest.mark.parametrize("resolved", [range(60), [*range(7), *range(8, 60)], [*range(12, 25), *range(48, 59)]])
