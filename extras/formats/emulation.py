@@ -24,6 +24,7 @@ from common.distributed.world import World
 from common.models.layers.linear import linear
 from common.models.layers.residual import Model
 from extras.formats.casts import COLUMNS, GRADIENT, INPUT, ROLES, ROWS, WEIGHT, Quantized
+from extras.formats.master_weights import with_weights
 from extras.formats.recipe import Plan, Recipe
 
 Factor = tuple[Tensor, Tensor]  # values, scale: see extras.formats.casts
@@ -78,8 +79,8 @@ class Emulation:
         """Nothing to do: histories and scales are in units of the global batch."""
 
     def nonfinite(self, value: Tensor, weights: Iterable[Tensor]) -> Tensor:
-        """value: the emulated formats keep a NaN."""
-        return value
+        """value, or NaN if a weight is infinite: the emulated formats keep a NaN, and saturate infinity."""
+        return with_weights(value, weights)
 
     def end_step(self, world: World, skipped: bool) -> None:
         """After the optimiser step, also a skipped one; all ranks together."""

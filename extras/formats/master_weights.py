@@ -16,8 +16,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 
+def with_weights(value: Tensor, weights: Iterable[Tensor]) -> Tensor:
+    """value, an fp32 scalar, or NaN if a weight is not finite. weights: this rank's, or its shards.
+
+    Casts to FP8 and FP4 saturate: of an infinite weight they make the format's largest number, and loss and gradients
+    are finite. Infinite activations and gradients show in norms, biases and the derivative of GELU.
+    """
+    norm = get_total_norm([w.to_local() if isinstance(w, DTensor) else w for w in weights]).to(value.device)
+    return value + (norm - norm)
+
+
 class NanGuard:
-    """Detect NaNs that Transformer Engine's NVFP4 hides from loss and gradient norm.
+    """Detect NaNs that Transformer Engine's NVFP4 hides from loss and gradient norm, and infinite weights.
 
     E2M1 has no NaN: the cast turns one into 6, and the amax that scales come from ignores it. So an NVFP4 matmul of a
     NaN is finite, and so are its gradients. Whatever does not pass through such matmuls alone still shows a NaN: the
@@ -25,13 +35,12 @@ class NanGuard:
     and in layers without biases the gradients that attention returns to its inputs.
 
     Looks at those gradients as they pass, and at weights once a step, without waiting for the device. Emulated
-    precision and the other formats keep a NaN.
+    precision and the other formats keep a NaN; in all an infinite weight may hide (`with_weights`).
 
     layers: those in NVFP4.
     """
 
     def __init__(self, layers: Sequence[Any]):
-        self.any = bool(layers)
         self.gradients: Tensor | float = 0.0  # NaN after one in any pass since the last step
         for layer in layers:
             qkv = layer.self_attention.layernorm_qkv
@@ -43,11 +52,8 @@ class NanGuard:
 
         Call it after a step's backward passes.
         """
-        if not self.any:
-            return value
-        norm = get_total_norm([w.to_local() if isinstance(w, DTensor) else w for w in weights]).to(value.device)
         gradients, self.gradients = self.gradients, 0.0
-        return value + (norm - norm) + gradients
+        return with_weights(value, weights) + gradients
 
     def _watch(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
         if output.requires_grad:

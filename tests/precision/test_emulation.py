@@ -19,6 +19,7 @@ from extras.formats.emulation import Emulation
 from extras.formats.fp8_delayed import DelayedScaling
 from extras.formats.nvfp4 import hadamard_matrix
 from extras.formats.plan import resolve
+from tests.models.reference import packed, random_batch
 from tests.precision import format_reference as reference
 from tests.training_fixtures import TINY_OVERRIDES, losses, train
 
@@ -208,6 +209,38 @@ def test_emulation_changes_only_layers_of_plan():
 
 
 # ---- delayed scaling ---------------------------------------------------------------------------------------------
+
+
+PLACES = (
+    "fc1_weight",
+    "fc2_weight",
+    "fc1_bias",
+    "fc2_bias",
+    "layernorm_qkv.weight",
+    "layernorm_qkv.bias",
+    "proj.bias",
+)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "gradient", None])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_emulated_step_sees_infinity(name, place):
+    """Casts make a number of it. A bias makes an activation infinite, which norms and GELU's derivative turn to NaN;
+    an infinite weight would go unseen."""
+    model, emulation = tiny_model(**RECIPES[name])
+    layer = model.encoder.layers[1]
+    if place == "gradient":  # of fc2's output
+        spoil = lambda grad: grad.masked_fill(grad == grad.max(), torch.inf)  # noqa: E731
+        layer.layernorm_mlp.register_forward_hook(lambda _module, _inputs, y: y.register_hook(spoil) and None)
+    elif place:
+        (parameter,) = (each for name, each in layer.named_parameters() if name.endswith(place))
+        with torch.no_grad():
+            parameter.view(-1)[0] = torch.inf
+    loss = model(**packed(random_batch([30, 50, 20]))).loss_sum
+    loss.backward()
+    weights = list(model.parameters())
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights])
+    assert emulation.nonfinite(loss.detach() + norm, weights).isfinite() == (place is None)
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
