@@ -109,7 +109,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ["models", "security", "supply_chain", "upgrading"])
+@pytest.mark.parametrize("page", ["differences", "models", "security", "supply_chain", "upgrading"])
 def test_page_names_tests_that_exist(page):
     named = set(re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs" / f"{page}.md").read_text()))
     files = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
 
 from common.checkpoint.reader import Reader, open_checkpoint
-from common.checkpoint.writer import Writer
+from common.checkpoint.writer import METADATA, Writer
 from common.cli import UserError
 from extras.interop.stored_tensors import StoredTensors
 from tests.training.checkpoint_fixtures import files_of
@@ -59,6 +60,15 @@ def test_writer_and_reader_keep_any_dtype_and_stride(tmp_path, dtype):
             for found in (stored.read(name), shard.get_tensor(name)):
                 assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
                 assert torch.equal(found.float(), expected.float())
+
+
+@pytest.mark.parametrize("other", [3, "text", {"of": ["objects"]}])
+def test_writer_refuses_what_is_no_tensor(tmp_path, other):
+    """torch's HuggingFaceStorageWriter writes a file that nothing reads (tests/test_good_guesses.py)."""
+    with pytest.raises(CheckpointException) as error:
+        dcp.save({"x": torch.ones(2), "n": other}, storage_writer=Writer(tmp_path), no_dist=True)
+    assert "only tensors are saved" in str(error.value)
+    assert not (tmp_path / METADATA).exists()
 
 
 def test_shards_of_the_same_run_are_the_same_bytes(short_run, dataset, tmp_path):

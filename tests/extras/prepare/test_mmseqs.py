@@ -94,6 +94,30 @@ def test_mmseqs_is_not_left_to_guess_what_the_records_are(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
+def test_names_in_the_table_of_mmseqs_are_no_longer_unique(tmp_path):
+    """Why records are numbered: proteins of one name, or one accession, are one name in two clusters."""
+    texts = [text for _, text, family in related() if family < 4][::5][:4]
+    names = ("x", "x", "sp|P1|A", "tr|P1|B")
+    (tmp_path / "in.fasta").write_text("".join(f">{name}\n{text}\n" for name, text in zip(names, texts, strict=True)))
+    command = (
+        "mmseqs",
+        "easy-cluster",
+        "in.fasta",
+        "out",
+        "work",
+        "--dbtype",
+        "1",
+        "--min-seq-id",
+        "0.99",
+        "-c",
+        "0.8",
+    )
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    rows = (tmp_path / "out_cluster.tsv").read_text().splitlines()
+    assert sorted(rows) == ["P1\tP1", "P1\tP1", "x\tx", "x\tx"]
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
 def test_mmseqs_failure_is_one_line(tmp_path, monkeypatch):
     write(tmp_path / "csv", related()[:20])
     monkeypatch.setattr("extras.prepare.cluster_splits.COVERAGE", "much")

@@ -101,6 +101,20 @@ def test_mmcif_and_gzip_give_the_chain_of_the_pdb_file(tmp_path):
         np.testing.assert_allclose(other.beta, plain.beta, atol=1e-3)
 
 
+@pytest.mark.parametrize("end", ["\n#\n", "\n", ""], ids=["comment", "line end", "nothing"])
+def test_mmcif_that_ends_with_an_atom_has_it(tmp_path, end):
+    """ProDy 2.6.1 loses it without the comment, and so the last residue's C-beta."""
+    items = (
+        "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id label_entity_id label_seq_id"
+    )
+    items += " Cartn_x Cartn_y Cartn_z occupancy B_iso_or_equiv auth_seq_id auth_asym_id pdbx_PDB_model_num"
+    header = "".join(f"_atom_site.{item}\n" for item in items.split())
+    atoms = [f"ATOM {n} C CB . ALA A 1 {n} {4 * n}.0 0.0 0.0 1.0 0.0 {n} A 1" for n in range(1, 6)]
+    path = tmp_path / "a.cif"
+    path.write_text(f"data_a\nloop_\n{header}" + "\n".join(atoms) + end)
+    assert one(path).beta[:, 0].tolist() == [4, 8, 12, 16, 20]
+
+
 def test_structures_left_out_are_named(tmp_path, caplog):
     (_, good), (_, other) = coil_structures(2, seed=3)
     (tmp_path / "b.pdb").write_text(good)
