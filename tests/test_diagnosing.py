@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -48,6 +49,19 @@ def test_our_messages_are_in_the_source():
     assert len(quoted) >= 15
     assert [line for line in quoted if not is_said(line, said)] == []
     assert not is_said("a message ... that is not in the source", said)
+
+
+def test_errors_of_other_programs_have_their_names():
+    """Exceptions with a module's name, and torch's signal, are where the quoted lines say."""
+    quoted = {
+        name
+        for block in blocks("log")
+        for name in re.findall(r"\b(?:torch|wandb)(?:\.\w+)+(?:Error|Exception)\b", block)
+    }
+    assert len(quoted) >= 6
+    for name in sorted(quoted):
+        module, _, exception = name.rpartition(".")
+        assert issubclass(getattr(import_module(module), exception), Exception), name
 
 
 def test_flags_variables_and_links_exist():

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from transformers import AutoTokenizer, EsmForMaskedLM
 
+from common.models.esm2.alphabet import ESM2_TOKENS, encode
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import ADAPTER, KEPT, NOT_FITTED
 from common.models.esm2.model import build_model
@@ -77,6 +79,22 @@ def test_card_says_contact_head_is_of_initial_weights(tmp_path, caplog):
     assert KEPT[1:] in card
     assert NOT_FITTED[1:] not in card
     assert f"model: {KEPT}" in caplog.text
+
+
+def test_export_opens_as_the_pipeline_of_its_card(tmp_path):
+    """`fill-mask`: the residues and their probabilities are those of the model's logits."""
+    saved(tmp_path)
+    fill = transformers.pipeline(
+        front_matter((tmp_path / "README.md").read_text())["pipeline_tag"], model=str(tmp_path)
+    )
+    found = fill("MKVL<mask>GTY", top_k=33)
+    ids = torch.tensor([encode("MKVLAGTY").tolist()])
+    ids[0, 5] = ESM2_TOKENS.mask
+    with torch.no_grad():
+        expected = EsmForMaskedLM.from_pretrained(tmp_path).eval()(ids).logits[0, 5].softmax(0)
+    assert {each["token"] for each in found} == set(range(33))
+    for each in found:
+        assert each["score"] == pytest.approx(expected[each["token"]].item(), rel=1e-4)
 
 
 def test_card_describes_model(tmp_path):

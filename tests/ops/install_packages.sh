@@ -12,7 +12,7 @@ wanted=(
   slurmctld:slurm-wlm sbatch:slurm-wlm munged:munge ip:iproute2
   dockerd:docker.io docker:docker.io docker-registry:docker-registry debootstrap:debootstrap
   openssl:openssl htpasswd:apache2-utils
-  faketime:faketime mmseqs:mmseqs2
+  faketime:faketime mmseqs:mmseqs2 jackhmmer:hmmer hhmake:hhsuite
   prometheus:prometheus promtool:prometheus
   envsubst:gettext-base kubectl:kubernetes-client etcd:etcd-server
 )

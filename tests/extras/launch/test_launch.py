@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from common.distributed.stopping import PREEMPTED
 from extras.launch.__main__ import TRY_AGAIN
@@ -170,6 +173,19 @@ def test_torchrun_prints_the_error_line_first_and_last(tmp_path):
     (at_once,) = [line for line in lines if line.startswith("error: ")]
     assert at_once.startswith(MISSING)
     assert lines[-1].strip() == f"traceback : {at_once}"
+    assert done.returncode == 1  # the rank's is 2
+
+
+def test_torchrun_has_the_defaults_that_our_pages_say(monkeypatch):
+    """docs/checkpoints.md, docs/recovery.md: signals, seconds until SIGKILL, restarts, a rendezvous' seconds."""
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    config, _, _ = torchrun.config_from_args(torchrun.get_args_parser().parse_args(["script.py"]))
+    assert (config.max_restarts, config.shutdown_timeout) == (0, 30)
+    assert config.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    waits = RendezvousTimeout()
+    assert (waits.join.total_seconds(), waits.last_call.total_seconds()) == (600, 30)
+    defaults = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
+    assert [defaults[f"keep_alive_{name}"].default for name in ("interval", "max_attempt")] == [5, 3]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.conftest import ROOT
 from tests.data_fixtures import write_fasta
 from tests.typed import blocks, sh
 
+REFORMAT = Path("/usr/share/hhsuite/scripts/reformat.pl")  # where Debian has it
 QUERY = b"MKVLAGWERT"
 # The rows' residues, and in lower case what stands between columns.
 A3M = [
@@ -285,7 +286,7 @@ def test_a_directory_has_a_file_of_each_protein(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
 def test_searches_of_the_page_are_read(tmp_path):
-    """Its commands, as they stand, on a planted family: alignments named by accession, and a table of hits."""
+    """Its commands, as they stand, on a planted family: alignments named by accession, a table of hits; HMMER's."""
     random = np.random.default_rng(3)
     letters = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
     query = random.choice(letters, 100)
@@ -295,12 +296,15 @@ def test_searches_of_the_page_are_read(tmp_path):
     write_fasta(tmp_path / "database.fasta", [(f"sp|Q{n}|X", text) for n, text in enumerate(texts)])
     page = (ROOT / "docs" / "homologs.md").read_text()
     aligned, hits = (block for block in blocks(page, "sh") if "mmseqs" in block)
-    for commands in (aligned, hits.splitlines()[0]):
+    (hmmer,) = (block for block in blocks(page, "sh") if "jackhmmer" in block)
+    here = shutil.which("jackhmmer") and REFORMAT.exists()
+    for commands in (aligned, hits.splitlines()[0], *([f"PATH=$PATH:{REFORMAT.parent}; {hmmer}"] if here else [])):
         done = sh(commands, tmp_path)
         assert done.returncode == 0, done.stdout[-2000:]
     for flags in (
         ContextFlags(str(tmp_path / "families")),
         ContextFlags(str(tmp_path / "hits.m8"), str(tmp_path / "database.fasta")),
+        *([ContextFlags(str(tmp_path / "family.a3m"))] if here else []),
     ):
         found = Sources(flags, ["sp|P1|WILD"]).of("sp|P1|WILD", texts[0].encode())
         assert len(found.residues) == 8
