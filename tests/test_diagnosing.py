@@ -52,7 +52,7 @@ def test_our_messages_are_in_the_source():
 
 
 def test_errors_of_other_programs_have_their_names():
-    """Exceptions with a module's name, and torch's signal, are where the quoted lines say."""
+    """Exceptions are in the modules that the quoted lines say."""
     quoted = {
         name
         for block in blocks("log")
