@@ -4,6 +4,8 @@ python -m benchmarks.bf16_lengths --model_name_or_path out/final_model --fasta m
 
 Each way is compared with transformers in fp32 on the same whole proteins, no windows. `--bf16` is embed.py's. Bfloat16
 attention alone: transformers in fp32, whose queries, keys and values are rounded to bfloat16 before attention.
+
+--repeat: for a model that was trained on repeats (benchmarks/results/contacts_coils.md), whose attention is sharp.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--fasta", required=True)
     parser.add_argument("--proteins", type=int, default=5, help="the first of each range of lengths")
+    parser.add_argument("--repeat", action="store_true", help="each of the first proteins up to each length")
     parser.add_argument("--output")
     args = parser.parse_args()
     AttentionInterface.register("rounded", rounded_attention)
@@ -88,7 +91,10 @@ def main() -> None:
         "|---|--:|---|--:|--:|--:|--:|",
     ]
     for low, high in zip(EDGES, EDGES[1:], strict=False):
-        texts = [text for text in proteins if low < len(text) <= high][: args.proteins]
+        if args.repeat:
+            texts = [(text * (high // len(text) + 1))[:high] for text in proteins[: args.proteins]]
+        else:
+            texts = [text for text in proteins if low < len(text) <= high][: args.proteins]
         if not texts:
             raise UserError(f"{args.fasta}: no protein of {low + 1} to {high} residues")
         asked = [torch.from_numpy(encode(text).astype("int64")) for text in texts]
