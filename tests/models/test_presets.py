@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from transformers import BertConfig, EsmConfig
+import transformers
+from transformers import CONFIG_MAPPING, BertConfig, EsmConfig
 
 from common.cli import UserError
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config, load_config
+from common.models.family import family_of
 from common.models.layers.config_base import override
 from tests.training_fixtures import train
 
@@ -82,6 +84,17 @@ def test_preset_with_dropout_is_read_and_refused_in_training(dataset, tmp_path, 
     assert vars(load_config(str(tmp_path / "given")))[name] == 0.1
     said = train(dataset, tmp_path / "out", max_steps=1, expect=2, config_name=tmp_path / "given")
     assert f"{tmp_path / 'given'}: {name} is 0.1, and training here has no dropout: set it to 0" in said
+
+
+def test_families_have_a_class_in_transformers_or_say_that_it_has_none():
+    """`stock` is its name; where an export has the authors' names instead, transformers knows no such model_type."""
+    known = {name.lower() for name in CONFIG_MAPPING}
+    for name in ("esm", "esmc"):
+        assert hasattr(transformers, f"{family_of(name).stock}ForMaskedLM")
+    for name in ("amplify", "e1", "esm_sets"):
+        assert not family_of(name).stock
+        assert name not in known
+    assert {"esm", "esmc", "llama", "mistral", "mixtral"} <= known
 
 
 def test_config_json_defaults_equal_transformers(tmp_path):
