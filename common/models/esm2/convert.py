@@ -55,8 +55,7 @@ _CONTACT = "esm.contact_head.regression"
 _ROTARY = "rotary_embeddings.inv_freq"
 # transformers 5 saves the layers' norms under TensorFlow's old names (and reads both).
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
-# Only eager attention returns the maps that `predict_contacts` reads.
-_EAGER = '`predict_contacts`, which needs `attn_implementation="eager"`'
+_EAGER = '`predict_contacts`, which needs `attn_implementation="eager"`'  # alone it returns attention maps
 NOT_FITTED = f"the contact head is not fitted: {_EAGER}, answers 0.5 for every pair of residues"
 FITTED = "the contact head was fitted to these weights on {} protein chains"
 CONTACT_CHAINS = "contact_head_fitted_on"  # in config.json, where transformers keeps it: hashes of these chains
