@@ -94,9 +94,9 @@ def main() -> None:
     losses = runs[0].losses
     assert losses is not None
     unit = "proteins" if losses.clusters is None else f"clusters of {len(losses.masked):,} proteins"
-    counts = np.bincount(units_of(losses), losses.masked)
+    counts = np.bincount(units_of(losses), losses.masked).astype(int)
     about = (
-        f"Held out: {(counts > 0).sum():,} {unit}, {int(counts.sum()):,} hidden residues. Error: standard error over them "
+        f"Held out: {(counts > 0).sum():,} {unit}, {counts.sum():,} hidden residues. Error: standard error over them "
         "of the paired difference, and without pairing. Right: so many of them show a true difference of so many nats "
         f"in four of five cases; in brackets in how many of {DRAWS:,} draws with replacement they did; after the "
         "semicolon, without pairing."
