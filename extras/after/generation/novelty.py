@@ -16,12 +16,14 @@ def nearest_identities(
     proteins: Sequence[str], training: Iterable[str], scratch: Path, threads: int = 1
 ) -> np.ndarray | None:
     """float64 [proteins]: of each the largest identity to a training protein, 0 to 1, over COVERAGE of both; 0 where
-    the search finds none. None if MMseqs2 is not installed.
+    the search finds none, and it finds none of repeats but exact copies. None if MMseqs2 is not installed.
 
     scratch: an existing directory, for sequences and index. UserError if MMseqs2 fails.
     """
     if shutil.which(PROGRAM) is None:
         return None
+    training = list(training)
+    copies = set(proteins).intersection(training)  # findings/mmseqs_repeats_not_found.sh
     paths = scratch / "generated.fasta", scratch / "training.fasta"
     for path, texts in zip(paths, (proteins, training), strict=True):
         with open(path, "w") as file:
@@ -31,7 +33,7 @@ def nearest_identities(
     command += [*PROTEINS, "--alignment-mode", 3, "--format-output", "query,fident", "--threads", threads]
     with log_every("Searching for the nearest training proteins"):
         run_mmseqs(command, scratch / "log", "nearest training proteins")
-    nearest = np.zeros(len(proteins))
+    nearest = np.array([text in copies for text in proteins], float)
     for line in hits.read_text().splitlines():
         query, identity = line.split("\t")
         nearest[int(query)] = max(nearest[int(query)], float(identity))

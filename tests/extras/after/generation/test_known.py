@@ -39,3 +39,11 @@ def test_nearest_identities_are_those_of_planted_mutants(tmp_path, first):
     proteins = [*first, training[7], "".join(changed), unrelated]
     found = nearest_identities(proteins, [*first, *training], tmp_path)
     np.testing.assert_allclose(found[len(first) :], [1.0, 0.9, 0.0], atol=0.011)
+
+
+@pytest.mark.skipif(shutil.which(PROGRAM) is None, reason="needs MMseqs2")
+def test_a_copied_repeat_is_found(tmp_path):
+    """MMseqs2 masks repeats: it does not find a protein of them in a database that holds it."""
+    collagen = "GPP" * 60
+    training = ["".join(np.random.default_rng(0).choice(LETTERS, 100)), collagen]
+    assert list(nearest_identities([collagen, "M" + "Q" * 60], training, tmp_path)) == [1, 0]
