@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers import cpu
-from common.models.layers.linear import linear
+from common.models.layers.linear import Embedding, linear
 from common.models.layers.recompute import save_activations
 from tests.models.reference import packed, random_batch
 
@@ -114,3 +114,16 @@ def test_linear_leaves_other_dtypes_to_torch(without_bf16_instructions):
         assert linear(x.double(), weight.double()).dtype == torch.float64
     assert torch.equal(linear(x[None], weight), F.linear(x[None], weight))
     assert linear(x[:0], weight).shape == (0, 4)
+
+
+def test_embedding_of_a_bf16_table_has_the_gradient_of_float64():
+    """Beside float64 arithmetic on the same bf16 numbers only the sums are rounded: half a unit of 2^-8."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 3, (4096,), generator=generator)
+    upstream = (torch.randn(4096, 64, generator=generator) + 1).bfloat16()
+    table = Embedding.from_pretrained(torch.randn(33, 64, generator=generator).bfloat16(), freeze=False)
+    looked_up = table(ids)
+    assert torch.equal(looked_up, table.weight[ids])
+    looked_up.backward(upstream)
+    expected = torch.zeros(33, 64, dtype=torch.float64).index_add_(0, ids, upstream.double())
+    torch.testing.assert_close(table.weight.grad.double(), expected, rtol=2**-8, atol=1e-3)

@@ -18,7 +18,7 @@ from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.layers_torch import LayerNorm
 from common.models.layers.initialise import initialise
-from common.models.layers.linear import Linear, linear
+from common.models.layers.linear import Embedding, Linear, linear
 from common.models.layers.residual import Block, Layers, Model, total
 from common.shape_buckets import SHAPE_MULTIPLE, filled_up, predicted_positions
 
@@ -62,7 +62,7 @@ class Embeddings(nn.Module):
         self.token_dropout, self.residual = config.token_dropout, residual
         self.mask = getattr(config, "mask_token_id", MASK)
         rows = torch.empty(padded(getattr(config, "vocab_size", PADDED_VOCAB)), config.hidden_size)
-        self.word_embeddings = nn.Embedding.from_pretrained(rows, freeze=False)  # drawing on meta imports the compiler
+        self.word_embeddings = Embedding.from_pretrained(rows, freeze=False)  # drawing on meta imports the compiler
 
     def forward(
         self,

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.models.layers.linear import Linear, gradients, linear
+from common.models.layers.linear import Embedding, Linear, gradients, linear
 from common.models.layers.residual import Block, Layers, Model, Stream, total
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.layers import RMSNorm, rotary_frequencies
@@ -115,7 +115,7 @@ class DecoderForCausalLM(Model):
         else:
             from extras.families.decoders import layers
         self.multiple, self.begin = layers.TOKENS, layers.begin
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(layers.DecoderLayer(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # Tied embeddings are one parameter, by whatever it is sharded, saved or exported.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.models.esm2.layers_torch import LayerNorm
 from common.models.esm2.model import PADDED_VOCAB, Embeddings, Esm2ForMaskedLM
-from common.models.layers.linear import Linear
+from common.models.layers.linear import Embedding, Linear
 from common.models.layers.residual import Block, Model
 from extras.families.decoders.layers import RMSNorm
 from extras.families.e1 import layers
@@ -31,7 +31,7 @@ class NumberedEncoder(SetEncoder):
 
     def __init__(self, config: E1Config):
         super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
-        self.embed_number = nn.Embedding(config.max_num_sequences, config.hidden_size)
+        self.embed_number = Embedding(config.max_num_sequences, config.hidden_size)
 
     def numbered(self, x: Tensor, numbers: Tensor) -> Tensor:
         return x + self.embed_number(numbers).to(x.dtype)
