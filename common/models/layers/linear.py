@@ -83,15 +83,12 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` with the gradient of a bf16 table, as FSDP2 gathers it, summed in fp32 on a CPU too.
-
-    torch sums it in bf16 there: an id's gradient stops at 256 equal terms (findings/torch_embedding_bfloat16.sh).
-    """
+    """Sums the gradient of a bf16 table, as FSDP2 gathers it, in fp32: findings/torch_embedding_bfloat16.sh."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if device_type(self.weight) != "cpu" or self.weight.dtype != torch.bfloat16:
-            return super().forward(input)
-        return F.embedding(input, self.weight.float()).to(self.weight.dtype)
+        if device_type(self.weight) == "cpu" and self.weight.dtype == torch.bfloat16:
+            return F.embedding(input, self.weight.float()).to(self.weight.dtype)
+        return super().forward(input)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
