@@ -47,7 +47,7 @@ from extras.after.downstream.tuned_model import (
     make_model,
     targets_of,
     write_calibration,
-    write_lm_head,
+    write_whole,
 )
 from extras.after.downstream.tuning_flags import LORA, SIZES, TuningFlags
 from extras.after.inference.exported import is_checkpoint
@@ -122,13 +122,12 @@ def write(
     directory, model = output.directory, tuning.model
     family = encoder_family(str(args.model_name_or_path))
     with replace_directory(directory / MODEL) as partial:
-        # peft would ask the Hub whether the vocabulary has grown.
-        model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
         if args.full:
-            write_lm_head(partial, str(args.model_name_or_path), model)
+            write_whole(partial, str(args.model_name_or_path), model)
         else:
+            model.save_pretrained(partial, save_embedding_layers=False)  # True: peft would ask the Hub for its size
             setattr(model.config, BASE_HASH, output.made_from["model"])
-            model.config.save_pretrained(partial)  # with the classes' names; an adapter's own files have neither
+        model.config.save_pretrained(partial)  # with the classes' names; an adapter's own files have neither
         family.adapter.write_tokenizer(partial)
         lora_r = None if args.full else args.value("lora_r")
         (partial / "README.md").write_text(card_of(family, tuning.task, results, lora_r), encoding="utf-8")

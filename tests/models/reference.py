@@ -76,3 +76,37 @@ def packed(batch: dict[str, torch.Tensor]) -> dict:
         "cu_seqlens": cu_seqlens,
         "max_seqlen": int(lengths.max()),
     }
+
+
+NORMS = ("attention.LayerNorm", "LayerNorm")  # of one layer: those that transformers 5.6 to 5.24 rename
+ROTARY = "attention.self.rotary_embeddings.inv_freq"
+
+
+def published_names(layers: int) -> set[str]:
+    """The tensors of an ESM-2 as transformers 4.57 names them, and the position embeddings that the Hub's have."""
+    linear = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+    modules = (*linear, "intermediate.dense", "output.dense", *NORMS)
+    modules = [f"esm.encoder.layer.{n}.{module}" for n in range(layers) for module in modules]
+    modules += [
+        "esm.encoder.emb_layer_norm_after",
+        "esm.contact_head.regression",
+        "lm_head.dense",
+        "lm_head.layer_norm",
+    ]
+    names = {f"{module}.{kind}" for module in modules for kind in ("weight", "bias")}
+    names |= {f"esm.embeddings.{kind}_embeddings.weight" for kind in ("word", "position")} | {"lm_head.bias"}
+    return names | {f"esm.encoder.layer.{n}.{ROTARY}" for n in range(layers)}
+
+
+def as_transformers_5_24(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of published names as transformers 5.6 to 5.24 write them (seen: docs/compatibility.md)."""
+    old = {
+        f"{norm}.{now}": f"{norm}.{then}" for norm in NORMS for now, then in (("weight", "gamma"), ("bias", "beta"))
+    }
+    written = {}
+    for name, tensor in tensors.items():
+        if name.startswith("esm.encoder.layer."):
+            number, _, rest = name.removeprefix("esm.encoder.layer.").partition(".")
+            name = f"esm.encoder.layer.{'*' if rest == ROTARY else number}.{old.get(rest, rest)}"
+        written[name] = tensor
+    return written

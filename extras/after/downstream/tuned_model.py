@@ -97,6 +97,7 @@ def make_model(args: TuningFlags, task: TaskSpec) -> Any:
         key for key in loading["missing_keys"] if not key.startswith(("classifier.", "score.", "esm.contact_"))
     ):
         raise UserError(f"--model_name_or_path {name}: transformers does not find {lacking[0]} there: export it anew")
+    model.config.architectures = [type(model).__name__]  # as `save_pretrained` of a whole model sets it
     if args.full:
         for key, parameter in model.named_parameters():
             parameter.requires_grad = "contact_head" not in key and "position_embeddings" not in key
@@ -118,7 +119,6 @@ def make_model(args: TuningFlags, task: TaskSpec) -> Any:
     config.base_model_name_or_path = name  # not its place in the Hub's cache
     # Sets, whose order in adapter_config.json would differ from process to process.
     config.target_modules, config.modules_to_save = sorted(config.target_modules), sorted(config.modules_to_save)
-    model.config.architectures = [type(model).__name__]  # as `save_pretrained` of a whole model sets it
     return wrapped
 
 
@@ -221,14 +221,22 @@ def read_tuned(directory: Path, given: str | None) -> Tuned:
     return Tuned(directory, base, base_hash, own, task, **values, temperature=temperature, scores=scores)
 
 
-def write_lm_head(directory: Path, name: str, stock: Any) -> None:
-    """The language-model head that the model had, for score.py. stock: all its weights were trained; it has none."""
+def write_whole(directory: Path, name: str, stock: Any) -> None:
+    """The weights, and the language-model head that the model had, for score.py. stock: all its weights were trained;
+    it has no such head.
+
+    Under published names, which the `save_pretrained` of transformers 5.6 to 5.24 gives up (docs/compatibility.md).
+    """
     family = encoder_family(name)
-    config = family.load_config(name)
-    pieces, extras = family.adapter.read(name, config)
-    published = family.adapter.to_hf(dict(pieces).__getitem__, config, extras)
-    own = stock.state_dict().keys()
-    save_torch({key: tensor.contiguous() for key, tensor in published if key not in own}, directory / LM_HEAD)
+    adapter, config = family.adapter, family.load_config(name)
+    pieces, extras = adapter.read(name, config)
+    own = {now: x for key, x in stock.state_dict().items() if (now := adapter.current_name(key, config))}
+    own |= adapter.constants(config)
+    published = adapter.to_hf(dict(pieces).__getitem__, config, extras)
+    head = {key: tensor for key, tensor in published if key not in own}
+    for file, tensors in (("model.safetensors", own), (LM_HEAD, head)):
+        save_torch({key: x.contiguous().cpu() for key, x in tensors.items()}, directory / file, {"format": "pt"})
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # else readable by their owner only
 
 
 def write_calibration(path: Path, scores: np.ndarray, temperature: float) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, EsmForMaskedLM, EsmForSequenceClassification
 
 from common.cli import UserError
@@ -21,6 +22,7 @@ from tests.data_fixtures import call, environment, load_script, write_fasta
 from tests.extras.after.downstream.probing import NAMES, PROBE, ROWS, probe
 from tests.extras.after.downstream.tables import write_table
 from tests.extras.after.inference.embed_fixtures import call_embed, make_model
+from tests.models.reference import published_names
 from tests.warm_python import python
 
 FINETUNE, PREDICT = load_script("finetune.py"), load_script("predict.py")
@@ -222,6 +224,10 @@ def test_whole_fine_tuned_model_embeds_and_scores_as_any(model, fasta, labels, t
     assert f"{tuned}: its head, of finetune.py, is ignored" in caplog.messages
     stock = EsmForSequenceClassification.from_pretrained(tuned).eval()
     before = EsmForMaskedLM.from_pretrained(model).eval()
+    files = [load_file(tuned / name).keys() for name in ("model.safetensors", "lm_head.safetensors")]
+    shared = {name for names in files for name in names if "classifier." not in name}
+    assert shared == published_names(before.config.num_hidden_layers)
+    assert {name for name in files[0] if name.startswith("classifier.")}
     ids = AutoTokenizer.from_pretrained(tuned)("MKVLAGHIWY", return_tensors="pt")
     with torch.no_grad():
         hidden = stock.esm(**ids).last_hidden_state
