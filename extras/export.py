@@ -2,16 +2,19 @@
 
 python -m extras.export CHECKPOINT OUT [--format hf|nv_esm]
 
-CHECKPOINT: a run's checkpoint-N, of any script and number of ranks; or its --output_dir, for the newest intact one.
+CHECKPOINT: a run's checkpoint-N, of any script and number of ranks; or its --output_dir, for the newest intact one. Or
+a model's directory, to write it anew: tensors that transformers 5.6 to 5.24 named otherwise get their published names.
 OUT: a new or empty directory. nv_esm: the format of NVIDIA's recipe, as `python -m extras.nv_esm` writes it; the model
-is in the temporary directory meanwhile. Runs in one process without a GPU, and holds at most one 5 GB file in memory.
+is in the temporary directory meanwhile. Runs in one process without a GPU, and holds at most one 5 GB file of a
+checkpoint in memory; of a model's directory all weights.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +30,9 @@ from common.cli import UserError, one_line, run
 from common.distributed.world import World
 from common.files.runs import list_checkpoints
 from common.files.safe_files import check_type, shorten
+from common.models.esm2.convert import CONTACT_CHAINS
 from common.models.family import Family, families, family_of
+from common.models.layers.hf_directory import read_config, read_tensors
 from common.models.layers.model_card import Training
 from extras.command_line import positional
 from extras.families.text.tokenizers import Tokenizer, load_tokenizer
@@ -47,8 +52,46 @@ def choose(path: Path) -> Path:
         logger.info("%s: its newest whole checkpoint is %s", path, newest.name)
         return newest
     if damage := damage_of(path, alone):
-        raise UserError(f"{path}: {damage}: give a checkpoint-N directory, or the --output_dir of a run")
+        advice = "give a checkpoint-N directory, the --output_dir of a run, or a model's directory"
+        raise UserError(f"{path}: {damage}: {advice}")
     return path
+
+
+def is_model(path: Path) -> bool:
+    """Whether a directory holds a model alone: neither a checkpoint nor a run."""
+    return (path / CONFIG).is_file() and not (path / files.MANIFEST).exists() and not list_checkpoints(path)
+
+
+def export_model(source: Path, directory: Path) -> str:
+    """Write a model's directory anew as an export, and return its form (`Family.form`). The log has what was renamed.
+
+    Tensors are the same bits in fp32. UserError if the directory holds no model of a family here.
+    """
+    try:
+        model_type = read_config(source / CONFIG)["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{source / CONFIG}: cannot be used ({one_line(error)[:160]})") from error
+    family = family_of(model_type if str(model_type).lower() in families() else "esm")  # which says what it lacks
+    adapter, config = family.adapter, family.load_config(str(source))
+    tokenizer = load_tokenizer(str(source))[0] if family.task == "clm" else None
+    pieces, extras = adapter.read(str(source), config)
+    tensors = adapter.to_hf(dict(pieces).__getitem__, config, extras)
+    fitted_on = getattr(config, "others", {}).get(CONTACT_CHAINS) or ()
+    adapter.save(tensors, config, directory, Training(contacts=tuple(map(str, fitted_on))), tokenizer)
+    logger.info("%s: %s", source, renamed(read_tensors(str(source))[1], family, config))
+    return family.form
+
+
+def renamed(stored: Iterable[str], family: Family, config: Any) -> str:
+    """What an export changes in the names of tensors, in a line."""
+    current = {name: family.adapter.current_name(name, config) for name in stored}
+    others = {name: now for name, now in current.items() if now not in (None, name)}
+    endings = sorted({f".{name.rpartition('.')[2]} to .{now.rpartition('.')[2]}" for name, now in others.items()})
+    parts = [f"{len(others)} tensors renamed: {', '.join(endings)}"] if others else []
+    for name in (name for name in current if "*" in name):  # one tensor in the place of one a layer
+        written = [each for each in family.adapter.constants(config) if fnmatchcase(each, name)]
+        parts.append(f"{name} written as {len(written)} tensors, one a layer")
+    return "; ".join(parts) or "no tensor renamed, all names are the published ones"
 
 
 def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None) -> str:
@@ -144,18 +187,19 @@ def main() -> None:
         raise UserError(f"usage: {usage}")
     directory = Path(target).resolve()
     check_free(directory)
-    checkpoint = choose(Path(source))
+    checkpoint = Path(source) if (whole := is_model(Path(source))) else choose(Path(source))
+    write = export_model if whole else export
     new_parents = [path for path in directory.parents if not path.exists()]
     try:
         if "nv_esm" in flags:
             from extras.nv_esm import save
 
             with TemporaryDirectory(prefix="exported-") as temporary:
-                export(checkpoint, Path(temporary) / "model")
+                write(checkpoint, Path(temporary) / "model")
                 save(f"{temporary}/model", directory)
             form = "of the recipe"
         else:
-            form = export(checkpoint, directory)
+            form = write(checkpoint, directory)
     except (OSError, SafetensorError) as error:
         for path in new_parents:
             with suppress(OSError):

@@ -124,7 +124,8 @@ def test_export_refuses_damaged_checkpoint(run, tmp_path):
     out = tmp_path / "new" / "model"
     assert "usage: python -m extras.export CHECKPOINT OUT" in refused(run)
     assert f"{tmp_path}/absent: no such directory" in refused(tmp_path / "absent", out)
-    assert "final_model: not a checkpoint of this program, or torn" in refused(run / "final_model", out)
+    (tmp_path / "empty").mkdir()
+    assert "empty: not a checkpoint of this program, or torn" in refused(tmp_path / "empty", out)
     vouched_for = shutil.copytree(run / "checkpoint-4", tmp_path / "checkpoint-4")
     config = json.loads((vouched_for / "config.json").read_text()) | {"intermediate_size": 128}
     (vouched_for / "config.json").write_text(json.dumps(config))
