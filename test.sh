@@ -4,6 +4,7 @@
 #   ./test.sh                     everything this machine has the tools for
 #   ./test.sh --system-packages   first install, as root, what the tests of Slurm, containers and Kubernetes need
 #   ./test.sh -k packing          any arguments of pytest
+#   ./test.sh --compat            instead: what opens what, in versions that it installs apart (docs/compatibility.md)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' test.sh; exit 0 ;; esac
@@ -15,6 +16,10 @@ fi
 ./install.sh --dev
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes: each would compile all of common/ anew
+
+if [ "${1:-}" = --compat ]; then
+  exec .venv/bin/python -m benchmarks.compatibility "${@:2}"
+fi
 
 if [ $# -eq 0 ]; then
   echo "Linters"

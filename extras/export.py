@@ -3,7 +3,7 @@
 python -m extras.export CHECKPOINT OUT [--format hf|nv_esm]
 
 CHECKPOINT: a run's checkpoint-N, of any script and number of ranks; or its --output_dir, for the newest intact one. Or
-a model's directory, to write it anew: tensors that transformers 5.6 to 5.24 named otherwise get their published names.
+a model's directory, to write it anew: tensors that transformers 5 has named otherwise get their published names.
 OUT: a new or empty directory. nv_esm: the format of NVIDIA's recipe, as `python -m extras.nv_esm` writes it; the model
 is in the temporary directory meanwhile. Runs in one process without a GPU, and holds at most one 5 GB file of a
 checkpoint in memory; of a model's directory all weights.

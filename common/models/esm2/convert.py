@@ -53,7 +53,7 @@ _VOCAB = {"embeddings.word_embeddings.weight": "esm.embeddings.word_embeddings.w
 _POSITIONS = "esm.embeddings.position_embeddings.weight"
 _CONTACT = "esm.contact_head.regression"
 _ROTARY = "rotary_embeddings.inv_freq"
-# Of the layers' norms in transformers 5.6 to 5.24, which reads both; never written here: docs/compatibility.md.
+# Of the layers' norms in files of transformers 5, which reads both; never written here: docs/compatibility.md.
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 _EAGER = '`predict_contacts`, which needs `attn_implementation="eager"`'  # alone it returns attention maps
 NOT_FITTED = f"the contact head is not fitted: {_EAGER}, answers 0.5 for every pair of residues"

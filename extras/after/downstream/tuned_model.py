@@ -225,7 +225,7 @@ def write_whole(directory: Path, name: str, stock: Any) -> None:
     """The weights, and the language-model head that the model had, for score.py. stock: all its weights were trained;
     it has no such head.
 
-    Under published names, which the `save_pretrained` of transformers 5.6 to 5.24 gives up (docs/compatibility.md).
+    Under published names, which transformers 5's `save_pretrained` does not keep (docs/compatibility.md).
     """
     family = encoder_family(name)
     adapter, config = family.adapter, family.load_config(name)

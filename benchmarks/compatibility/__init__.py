@@ -1,0 +1,1 @@
+"""What opens what: exports and other programs, in pinned versions (docs/compatibility.md)."""
