@@ -21,9 +21,9 @@ from tests.forked import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 # An image holds the code and its tests, not what is around it: no documentation, no scripts of a cluster.
-AROUND = ["guides", "ops", "benchmarks/test_sizes.py", "benchmarks/test_speedrun.py"]
+AROUND = ["guides", "ops", "test_afternoon.py", "test_contributing.py"]
+AROUND += [f"benchmarks/test_{page}.py" for page in ("compatibility", "sizes", "speedrun")]
 AROUND += ["extras/test_migrate.py", "extras/test_migrated_commands.py", "training/test_log_row.py"]
-AROUND += ["test_afternoon.py", "test_contributing.py"]
 AROUND += [f"test_{page}.py" for page in ("readme", "documents", "diagnosing", "flags", "decoders_page", "packaging")]
 AROUND += [f"test_{page}.py" for page in ("reference", "site", "plain_words", "supply_chain")]
 collect_ignore = [] if (ROOT / "README.md").exists() else AROUND

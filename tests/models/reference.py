@@ -78,7 +78,7 @@ def packed(batch: dict[str, torch.Tensor]) -> dict:
     }
 
 
-NORMS = ("attention.LayerNorm", "LayerNorm")  # of one layer: those that transformers 5.6 to 5.24 rename
+NORMS = ("attention.LayerNorm", "LayerNorm")  # of one layer: those that transformers 5 may rename
 ROTARY = "attention.self.rotary_embeddings.inv_freq"
 
 
@@ -99,7 +99,7 @@ def published_names(layers: int) -> set[str]:
 
 
 def as_transformers_5_24(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of published names as transformers 5.6 to 5.24 write them (seen: docs/compatibility.md)."""
+    """Tensors of published names as transformers 5.6 to 5.24 write a new model (docs/compatibility.md)."""
     old = {
         f"{norm}.{now}": f"{norm}.{then}" for norm in NORMS for now, then in (("weight", "gamma"), ("bias", "beta"))
     }
