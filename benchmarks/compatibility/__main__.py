@@ -31,7 +31,7 @@ from extras.export import export_model
 
 TOLERANCE = 1e-5  # of the reference's largest less smallest
 BEGIN, END = "<!-- tables: ./test.sh --compat writes what follows -->", "<!-- end of the tables -->"
-ESM2, MUTATIONS = "ESM-2", ("S2A", "F9W")
+ESM2, MUTATIONS = "ESM-2", ("S2A", "T9W")
 # Column: reader of peer.py, environment.
 READERS = {
     **{f"transformers {number}": ("transformers", f"transformers-{number}") for number in TRANSFORMERS},
@@ -80,7 +80,9 @@ class Bench:
         found = {}
         for model, told in (content["models"] | ({"fresh": {}} if "fresh" in job else {})).items():
             own = [arrays[each] for each in sorted(arrays.files) if each.rpartition("/")[0] == model]
-            found[model] = Found(None if "refused" in told else own, told.get("refused") or told.get("said", ""))
+            words = told.get("refused") or told.get("said", "")
+            words = words.replace(str(models.get(model, model)), "DIRECTORY")
+            found[model] = Found(None if "refused" in told else own, words)
         return found
 
 
@@ -107,7 +109,7 @@ class Cells:
         difference, allowed = largest(found.arrays, reference)
         said = self.note(found.words) if found.words else ""
         if difference <= allowed:
-            return f"{difference:.0e}{said}"
+            return f"{difference:.0e}{said}" if difference else f"0{said}"
         if must:
             self.wrong.append(f"{must}: off by {difference:.1e}")
         return f"**off by {difference:.2g}**{said}"
@@ -138,7 +140,7 @@ def scores(path: Path, reference: list[np.ndarray], directory: Path) -> Found:
     try:
         completed([sys.executable, "score.py", *words, "--wild_type_marginal_only", "--use_cpu"], "score.py")
     except UserError as error:
-        return Found(None, str(error))
+        return Found(None, str(error).replace(str(path), "DIRECTORY"))
     with (directory / "scored.csv").open() as file:
         found = [float(row["wild_type_marginal"]) for row in csv.DictReader(file)]
     (directory / "scored.csv").unlink()
@@ -225,8 +227,9 @@ def family_rows(bench: Bench, cells: Cells, made: dict[str, Path], opened: dict[
     for name, path in made.items():
         reference, row = ours(path, inputs(path)), [name]
         for number in TRANSFORMERS:
-            there = cells.cell(opened[number][name], reference)
-            if opened[number][name].arrays is None:
+            is_open = opened[number][name].arrays is not None
+            there = cells.cell(opened[number][name], reference, f"{name}: transformers {number}" if is_open else "")
+            if not is_open:
                 row.append(there)
                 continue
             back = cells.cell(
@@ -247,10 +250,8 @@ def versions_table(bench: Bench) -> list[str]:
     for name in ENVIRONMENTS:
         asked = {pin.partition("==")[0] for pin in ENVIRONMENTS[name]}
         found = bench.versions[name]
-        pinned, others = (
-            ", ".join(f"{p} {v}" for p, v in found.items() if (p in asked) is is_asked) for is_asked in (1, 0)
-        )
-        rows.append([f"`{name}`", pinned, others])
+        parts = (", ".join(f"{p} {v}" for p, v in found.items() if (p in asked) == own) for own in (True, False))
+        rows.append([f"`{name}`", *parts])
     return table(["environment", "pinned, and seen at work", "from the project's own"], rows)
 
 

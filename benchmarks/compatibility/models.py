@@ -44,7 +44,7 @@ KINDS = {
     "AMPLIFY": Kind("amplify", "chandar-lab/AMPLIFY_120M", f"{ENCODER},intermediate_size=192"),
     "E1": Kind("e1", "Profluent-Bio/E1-150m", f"{ENCODER},intermediate_size=192"),
     "ESM-2 with sets": Kind("esm_sets", "facebook/esm2_t6_8M_UR50D", f"{ENCODER},intermediate_size=256"),
-    "Llama": Kind("llama", "llama2_7b", DECODER),
+    "Llama": Kind("llama", "llama3_1_8b", DECODER),
     "Mistral": Kind("mistral", "mathstral_7b", DECODER),
     "Mixtral": Kind("mixtral", "mistral_8x7b", f"{DECODER},num_local_experts=4"),
 }

@@ -6,15 +6,19 @@ Mixtral's experts have the names of the Hub's checkpoints, which transformers 4 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from common.models.layers.state_dict_adapter import StateDictAdapter
 from extras.families.decoders.config import DecoderConfig
 from extras.families.decoders.model import DecoderForCausalLM
+
+if TYPE_CHECKING:
+    from common.models.layers.model_card import Training
 
 QKV = "self_attention.layernorm_qkv.weight"
 
@@ -56,6 +60,16 @@ class DecoderAdapter(StateDictAdapter):
     def current_name(self, name: str, config: DecoderConfig) -> str | None:
         is_tied = config.tie_word_embeddings and name == "lm_head.weight"
         return None if is_tied else super().current_name(name, config)
+
+    def finish(self, directory: Path, training: Training, tokenizer: Any) -> Mapping[str, str]:
+        """Also the keys by which transformers 4 rotates: it ignores those that 5 writes; 5 reads both."""
+        path = directory / "config.json"
+        content = json.loads(path.read_text())
+        scaling = dict(content["rope_parameters"])
+        content["rope_theta"] = scaling.pop("rope_theta")
+        content["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        return super().finish(directory, training, tokenizer)
 
     def write_tokenizer(self, directory: Path, tokenizer: Any = None) -> None:
         tokenizer.save(directory)

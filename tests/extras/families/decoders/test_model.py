@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from extras.families.decoders.config import GUIDE_RUNS, PRESETS, DecoderConfig, 
 from extras.families.decoders.convert import ADAPTER
 from extras.families.decoders.layers import rotary_frequencies
 from extras.families.decoders.model import DecoderForCausalLM, vocabulary_loss
+from extras.families.decoders.residues import ResidueTokenizer
 from extras.families.text.contexts import causal_batches
 from extras.families.text.flags import TextFlags
 
@@ -332,3 +334,19 @@ def test_decoder_fillers_change_nothing():
     for alone, filled in zip(*found, strict=True):
         assert filled.shape == alone.shape
         assert (filled - alone).norm() <= 1e-5 * alone.norm()
+
+
+@pytest.mark.parametrize("name", ["llama3_1_8b", "mathstral_7b"])
+def test_decoder_export_says_its_rotation_in_the_keys_of_transformers_4_and_5(tmp_path, name):
+    """4.57 reads these alone, and would rotate by its defaults (docs/compatibility.md)."""
+    config = load_decoder_config(name)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+    config = replace(config, **sizes, num_attention_heads=4, num_key_value_heads=2)
+    pieces = ADAPTER.to_hf(ours(config).state_dict().__getitem__, config)
+    ADAPTER.save(pieces, config, tmp_path / "out", None, ResidueTokenizer())
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["rope_theta"], written["rope_scaling"]) == (config.rope_theta, config.rope_scaling)
+    stock = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert stock.rope_parameters == config.to_transformers().rope_parameters
+    again = load_decoder_config(str(tmp_path / "out"))
+    assert (again.rope_theta, again.rope_scaling) == (config.rope_theta, config.rope_scaling)
