@@ -35,7 +35,8 @@ def rounded_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
 
 
 def stock(directory: str, attention: str, dtype: torch.dtype, autocast: bool = False) -> Callable[[Tensor], Outputs]:
-    model = AutoModelForMaskedLM.from_pretrained(directory, attn_implementation=attention, dtype=dtype).eval()
+    how = {"attn_implementation": attention, "dtype": dtype}
+    model = AutoModelForMaskedLM.from_pretrained(directory, trust_remote_code=False, **how).eval()
 
     def outputs(ids: Tensor) -> Outputs:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

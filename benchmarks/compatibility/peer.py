@@ -97,7 +97,7 @@ def by_load_state_dict(directory: Path, ids: list, strict: bool) -> list[np.ndar
     from transformers import AutoConfig, EsmForMaskedLM
 
     torch.manual_seed(0)
-    model = EsmForMaskedLM(AutoConfig.from_pretrained(directory))
+    model = EsmForMaskedLM(AutoConfig.from_pretrained(directory, trust_remote_code=False))
     missing, unexpected = load_model(model, directory / "model.safetensors", strict=strict)
     if missing or unexpected:
         words = f"missing {len(missing)}, unexpected {len(unexpected)}, first {sorted([*missing, *unexpected])[0]}"
@@ -110,7 +110,7 @@ def by_peft(directory: Path, ids: list, texts: list, save: Path | None) -> list[
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForMaskedLM
 
-    base = AutoModelForMaskedLM.from_pretrained(directory)
+    base = AutoModelForMaskedLM.from_pretrained(directory, trust_remote_code=False)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=list(QKV)))
     found = of_torch(model, ids)
     if save:

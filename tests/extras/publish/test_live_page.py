@@ -139,7 +139,7 @@ def test_page_of_a_taken_port_ends_a_new_run_and_no_resumed_one(tmp_path, caplog
     ("flags", "line"),
     [
         ({"metrics_port": 80}, "--metrics_port 80: must be at least 1024"),
-        ({"metrics_port": 70000}, "--metrics_port 70000 of 127.0.0.1: "),
+        ({"metrics_port": 70000}, "--metrics_port 70000: at most 65535"),
         ({"metrics_port": 20000, "metrics_host": "192.0.2.1"}, "--metrics_port 20000 of 192.0.2.1: "),
     ],
 )
