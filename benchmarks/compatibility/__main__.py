@@ -280,15 +280,17 @@ def measure(environments: Path, scratch: Path) -> tuple[str, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compatibility")
-    parser.add_argument("--environments", type=Path, default=ROOT / "build" / "compatibility")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "compatibility.md")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.compatibility", description=__doc__, formatter_class=form)
+    place, page = ROOT / "build" / "compatibility", ROOT / "docs" / "compatibility.md"
+    parser.add_argument("--environments", type=Path, default=place, help="where they are, or are made")
+    parser.add_argument("--output", type=Path, default=page, help="a page, whose tables are replaced")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="compatibility-") as scratch:
         text, wrong = measure(args.environments.resolve(), Path(scratch))
         text = text.replace(f"{scratch}/", "").replace(f"{ROOT}/", "")
-    page = args.output.read_text() if args.output.exists() else f"{BEGIN}\n{END}\n"
-    head, _, rest = page.partition(BEGIN)
+    content = args.output.read_text() if args.output.exists() else f"{BEGIN}\n{END}\n"
+    head, _, rest = content.partition(BEGIN)
     args.output.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
     for line in wrong:
         say(f"wrong: {line}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,16 @@ def nearest_identities(
     """
     if shutil.which(PROGRAM) is None:
         return None
-    training = list(training)
-    copies = set(proteins).intersection(training)  # findings/mmseqs_repeats_not_found.sh
+    wanted, copies = set(proteins), set()  # the search finds no repeat: findings/mmseqs_repeats_not_found.sh
+
+    def noted() -> Iterator[str]:
+        for text in training:
+            if text in wanted:
+                copies.add(text)
+            yield text
+
     paths = scratch / "generated.fasta", scratch / "training.fasta"
-    for path, texts in zip(paths, (proteins, training), strict=True):
+    for path, texts in zip(paths, (proteins, noted()), strict=True):
         with open(path, "w") as file:
             file.writelines(f">{number}\n{text}\n" for number, text in enumerate(texts))
     hits = scratch / "nearest.tsv"
