@@ -36,10 +36,12 @@ ESM2, MUTATIONS = "ESM-2", ("S2A", "T9W")
 READERS = {
     **{f"transformers {number}": ("transformers", f"transformers-{number}") for number in TRANSFORMERS},
     "fair-esm": ("fair-esm", "fair-esm"),
+    "faesm": ("faesm", "faesm"),
     "esm-cpp": ("esm-cpp", "esm-cpp"),
     "peft": ("peft", "peft"),
     "sentence-transformers": ("sentence-transformers", "sentence-transformers"),
     "ONNX": ("onnx", "onnx"),
+    "ONNX in Node.js": ("onnx in node", "onnx"),
     "strict=True": ("strict", "transformers-4.57.6"),
     "strict=False": ("lenient", "transformers-4.57.6"),
 }

@@ -19,14 +19,18 @@ TRANSFORMERS = {
     NEWEST: ("tokenizers==0.23.3", "huggingface_hub==1.33.0"),
 }
 _NEWEST = (f"transformers=={NEWEST}", *TRANSFORMERS[NEWEST])
+_OLD = ("tokenizers==0.21.4", "huggingface_hub==0.36.2")
 ENVIRONMENTS = {
     **{f"transformers-{number}": (f"transformers=={number}", *pins) for number, pins in TRANSFORMERS.items()},
     "peft": (*_NEWEST, "peft==0.21.2", "accelerate==1.15.0"),
     "sentence-transformers": (*_NEWEST, "sentence-transformers==6.2.0"),
     "fair-esm": ("fair-esm==2.0.0",),
+    # 4.53 is the last transformers that faesm can be imported beside.
+    "faesm": ("faesm==0.1.1", "einops==0.8.2", "transformers==4.53.3", *_OLD),
     "esm-cpp": ("esm-cpp==0.2.1", "numpy==1.26.4"),
-    "onnx": ("onnx==1.23.2", "onnxscript==0.7.2", "onnxruntime==1.32.0"),
+    "onnx": ("onnx==1.23.2", "onnxscript==0.7.2", "onnxruntime==1.32.0", "onnxruntime-node==1.30.0"),
 }
+FROM_NPM = "onnxruntime-node"
 DONE = "pins"  # in a finished environment: a hash of what was asked for
 
 
@@ -44,12 +48,23 @@ def python_of(name: str, directory: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
     own = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
     Path(own, "zz_project.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins]
-    pip = subprocess.run(command, capture_output=True, text=True)
-    if pip.returncode:
-        raise UserError(f"{place}: pip failed: {pip.stderr.strip().splitlines()[-1][:160]}")
+    from_npm = [pin.replace("==", "@") for pin in pins if pin.startswith(FROM_NPM)]
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install(place, [*pip, *(pin for pin in pins if not pin.startswith(FROM_NPM))])
+    if from_npm:
+        install(place, ["npm", "install", "--silent", "--ignore-scripts", f"--prefix={place}", *from_npm])
     done.write_text(asked)
     return python
+
+
+def install(place: Path, command: list[str | Path]) -> None:
+    try:
+        found = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(f"{place}: {command[0]}: no such program: install Node.js") from None
+    if found.returncode:
+        last = (found.stderr or found.stdout).strip().splitlines()[-1:]
+        raise UserError(f"{place}: {Path(command[0]).name} failed: {''.join(last)[:160]}")
 
 
 def check_versions(name: str, found: dict[str, str]) -> None:

@@ -26,7 +26,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = ("transformers", "tokenizers", "huggingface_hub", "peft", "sentence-transformers", "fair-esm", "esm-cpp")
-NAMED += ("accelerate", "onnx", "onnxscript", "onnxruntime", "safetensors", "torch", "numpy")
+NAMED += ("faesm", "einops", "accelerate", "onnx", "onnxscript", "onnxruntime", "safetensors", "torch", "numpy")
 QKV = ("query", "key", "value")
 # One layer of fair-esm's ESM2: its module, that of transformers'.
 FAIR = {
@@ -132,6 +132,15 @@ def by_sentence_transformers(directory: Path, ids: list, texts: list, save: Path
     return [each.numpy() for each in model.encode(texts, output_value="token_embeddings", convert_to_numpy=False)]
 
 
+def by_faesm(directory: Path, ids: list, texts: list, save: Path | None) -> list[np.ndarray]:
+    """Without flash-attn, which needs a GPU."""
+    from faesm.esm import FAEsmForMaskedLM
+
+    model = FAEsmForMaskedLM.from_pretrained(directory, use_fa=False).eval()  # loads through transformers' class
+    with torch.inference_mode():
+        return [model(input_ids=torch.tensor([row]))["logits"][0].numpy() for row in ids]
+
+
 def by_fair_esm(directory: Path, ids: list, texts: list, save: Path | None) -> list[np.ndarray]:
     """The package's ESM2 with the file's tensors under its names; its LayerNorms have eps 1e-5."""
     from esm.model.esm2 import ESM2
@@ -169,14 +178,37 @@ def by_onnx(directory: Path, ids: list, texts: list, save: Path | None) -> list[
     import onnxruntime
 
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "model.onnx"
-        command = [sys.executable, "-m", "extras.onnx", str(directory), str(file)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip().splitlines()[-1])
-        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(export_onnx(directory, scratch), providers=["CPUExecutionProvider"])
         fed = [{"input_ids": np.array([row]), "attention_mask": np.ones((1, len(row)), np.int64)} for row in ids]
         return [session.run(["logits"], each)[0][0] for each in fed]
+
+
+def by_onnx_in_node(directory: Path, ids: list, texts: list, save: Path | None) -> list[np.ndarray]:
+    """The same file, by the JavaScript of docs/serving.md."""
+    (block,) = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
+    tokens = (directory / "vocab.txt").read_text().split()
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        export_onnx(directory, scratch)
+        Path(scratch, "node_modules").symlink_to(Path(sys.prefix, "node_modules"))
+        for row in ids:
+            protein = json.dumps([tokens[n] for n in row[1:-1]])
+            code = block.replace('"MKTAYIAKQR"', protein).replace("out/final_model", str(directory.resolve()))
+            Path(scratch, "run.mjs").write_text(f"{code}\nconsole.log(JSON.stringify(Array.from(found.logits.data)));")
+            done = subprocess.run(["node", "run.mjs"], cwd=scratch, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(one_line(done.stderr))
+            found.append(np.array(json.loads(done.stdout), np.float32).reshape(len(row), -1))
+    return found
+
+
+def export_onnx(directory: Path, scratch: str) -> Path:
+    file = Path(scratch) / "model.onnx"
+    command = [sys.executable, "-m", "extras.onnx", str(directory), str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return file
 
 
 READERS = {
@@ -186,8 +218,10 @@ READERS = {
     "peft": by_peft,
     "sentence-transformers": by_sentence_transformers,
     "fair-esm": by_fair_esm,
+    "faesm": by_faesm,
     "esm-cpp": by_esm_cpp,
     "onnx": by_onnx,
+    "onnx in node": by_onnx_in_node,
 }
 
 
@@ -217,6 +251,8 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
+    for file in Path(sys.prefix, "node_modules").glob("onnxruntime-node/package.json"):
+        found["onnxruntime-node"] = json.loads(file.read_text())["version"]
     if "transformers" in sys.modules:
         assert found["transformers"] == import_module("transformers").__version__
     return found

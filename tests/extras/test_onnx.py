@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from shutil import which
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from common.models.esm2.alphabet import TOKENS
 from extras import onnx as command
 from extras.onnx import OUTPUTS, check, load, save
 from tests.conftest import ROOT
+from tests.typed import blocks
 
 PROTEINS = ["MKTAYIAKQR", "MK<mask>L", "GG"]
 
@@ -67,6 +70,25 @@ def test_file_computes_what_transformers_computes(model, tmp_path):
         check(outputs, tmp_path / "model.onnx")
     with pytest.raises(UserError, match=r"model.onnx exists: remove it, or give another name"):
         save(str(model), tmp_path / "model.onnx")
+
+
+def test_cpp_of_the_docs_gives_the_embedding(model, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    header = b"#include <onnxruntime_cxx_api.h>"
+    if not which("g++") or subprocess.run(["g++", "-E", "-xc++", "-"], input=header, capture_output=True).returncode:
+        pytest.skip("needs g++ and ONNX Runtime's C++ header")
+    (code,) = blocks((ROOT / "docs" / "serving.md").read_text(), "cpp")
+    (tmp_path / "main.cpp").write_text(code)
+    save(str(model), tmp_path / "model.onnx")
+    compile_it = ["g++", "-std=c++17", "main.cpp", "-lonnxruntime", "-o", "main"]
+    subprocess.run(compile_it, cwd=tmp_path, check=True)
+    done = subprocess.run([tmp_path / "main"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    ids, present = padded(["MKTAYIAKQR"])
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (hidden,) = session.run(["last_hidden_state"], {"input_ids": ids, "attention_mask": present})
+    found = np.array(done.stdout.split(), float)
+    np.testing.assert_allclose(found, hidden[0, 1:-1].mean(axis=0), rtol=1e-4, atol=1e-5)
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(model, tmp_path, monkeypatch):
