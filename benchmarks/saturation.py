@@ -4,7 +4,7 @@ python -m benchmarks.saturation RUN [RUN ...] [--output table.md]
 
 RUN: output directories of the train scripts with --do_eval, --eval_steps and --eval_downstream_steps. Runs that differ
 in the seed alone are one group. A figure's curve is the mean over its seeds, smoothed by the median of three
-evaluations.
+evaluations. --output: the table, and a picture of all curves beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.measuring import publish, where_measured
 from common.cli import UserError, run
+from common.figures import TWO_COLUMNS, figure_style, save_figure, series_style
 from extras.compare.runs import Group, group_runs, read_run
 
 REACHED = 0.95  # of the gain from the first evaluation to the best one
@@ -31,6 +32,13 @@ FIGURES = (
     ("eval_probe_", "_spearman"),
 )
 NO_FIGURE = ("_nearest_p_at_l", "_chance", "_baseline_spearman")
+# What does as much without a model: a figure's end, its baseline's.
+BASELINES = (
+    ("eval_loss_masked", "eval_neighbours_loss_masked"),
+    ("_p_at_l", "_nearest_p_at_l"),
+    ("_spearman", "_baseline_spearman"),
+)
+PANELS_IN_A_ROW = 3
 
 
 class Growth(NamedTuple):
@@ -55,6 +63,15 @@ def names_of(rows: Sequence[dict]) -> list[str]:
         for name in names
         if name.startswith(begin) and name.endswith(end) and not name.endswith(NO_FIGURE)
     ]
+
+
+def baseline(group: Group, name: str) -> float:
+    """NaN of a figure that has none."""
+    rows = [row for run in group.runs for row in run.evaluations if name in row]
+    for end, instead in BASELINES:
+        if name.endswith(end):
+            return float(rows[-1].get(name.removesuffix(end) + instead, np.nan))
+    return float("nan")
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -94,18 +111,47 @@ def growth(steps: Sequence[int], values: np.ndarray, losses: np.ndarray, falls: 
 def table(group: Group) -> list[str]:
     names = names_of([row for run in group.runs for row in run.evaluations])
     lines = [
-        f"| figure | first | last | ± | best | at step | {REACHED:.0%} of the gain at | by the loss | second half |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"| figure | without a model | first | last | ± | best | at step | {REACHED:.0%} of the gain at | by loss "
+        "| second half |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name in names:
         steps, values, losses = curves(group, name)
         if len(steps) < 4:
             raise UserError(f"{group.runs[0].path}: {len(steps)} evaluations of {name}: at least 4 show a curve")
         grown = growth(steps, values, losses, name == LOSS)
-        cells = [f"{each:.4f}" for each in (grown.first, grown.last, grown.seeds, grown.best)]
+        figures = baseline(group, name), grown.first, grown.last, grown.seeds, grown.best
+        cells = ["–" if np.isnan(each) else f"{each:.4f}" for each in figures]
         cells += [f"{grown.at_best:,}", f"{grown.reached:,}", *(f"{each:+.2f}" for each in grown.by_loss)]
         lines.append(f"| {name.removeprefix('eval_')} | {' | '.join(cells)} |")
     return lines
+
+
+def draw(groups: Sequence[Group], path: Path) -> None:
+    """A panel for each figure: thin lines are seeds, thick ones their means, dotted ones need no model."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    names = names_of([row for group in groups for run in group.runs for row in run.evaluations])
+    rows = -(-len(names) // PANELS_IN_A_ROW)
+    with figure_style():
+        figure = Figure(figsize=(TWO_COLUMNS, 0.27 * rows * TWO_COLUMNS), layout="constrained")
+        panels = figure.subplots(rows, PANELS_IN_A_ROW, squeeze=False, sharex=True).ravel()
+        for axes, name in zip(panels, names, strict=False):
+            for number, group in enumerate(groups):
+                steps, values, _ = curves(group, name)
+                style = series_style(number)
+                axes.plot(steps, values.T, linewidth=0.5, alpha=0.7, **style)
+                axes.plot(steps, values.mean(0), linewidth=1.5, label=group.label, **style)
+            axes.axhline(baseline(groups[0], name), color="black", linewidth=0.8, linestyle=":")
+            axes.set_title(name.removeprefix("eval_"))
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.grid(visible=True)
+        for axes in panels[len(names) :]:
+            axes.set_axis_off()
+        figure.supxlabel("steps")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -115,11 +161,13 @@ def main() -> None:
     args = parser.parse_args()
     lines = ["# Where figures stop growing", "", *where_measured("benchmarks.saturation", "torch"), ""]
     lines += [
-        "First and last: mean over the seeds; ±: their standard deviation at the last evaluation. By the loss:",
+        "Without a model: hidden residues by their neighbours, contacts nearest in the chain first, probes of residue",
+        "counts. First and last: mean over the seeds; ±: their standard deviation at the last evaluation. By loss:",
         f"Spearman's correlation of a figure with the fall of {LOSS}, over all evaluations and over the second half",
         "of them; evaluations of one run are no independent draws.",
     ]
-    for group in group_runs([read_run(Path(each)) for each in args.runs]):
+    groups = group_runs([read_run(Path(each)) for each in args.runs])
+    for group in groups:
         tokens = ", ".join(f"{each:,.0f}" for each in group.lasts("tokens"))
         lines += [
             "",
@@ -129,6 +177,8 @@ def main() -> None:
             "",
         ]
         lines += table(group)
+    if args.output:
+        draw(groups, Path(args.output).with_suffix(""))
     publish("\n".join(lines), args.output)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.saturation import growth, names_of, smoothed
+from benchmarks.saturation import baseline, draw, growth, names_of, smoothed
+from extras.compare.runs import Group, Run
 
 
 def test_growth_of_known_curves():
@@ -42,3 +43,14 @@ def test_figures_are_those_that_a_user_reads():
         "eval_mutations_GB1_masked",
         "eval_probe_GB1_spearman",
     ]
+
+
+def test_picture_has_a_panel_for_each_figure(tmp_path):
+    losses = {"eval_loss_masked": 2.8, "eval_neighbours_loss_masked": 2.9}
+    rows = [{"step": step, "eval_mutations_a": step / 1e4} | losses for step in (100, 200, 300)]
+    runs = [Run(tmp_path, rows, rows[-1], {"arguments": {"seed": seed}}, {}, False, None) for seed in (1, 2)]
+    group = Group("A", "two seeds", tuple(runs))
+    assert baseline(group, "eval_loss_masked") == 2.9
+    assert np.isnan(baseline(group, "eval_mutations_a"))
+    draw([group], tmp_path / "curves")
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
