@@ -25,7 +25,7 @@ ENVIRONMENTS = {
     "peft": (*_NEWEST, "peft==0.21.2", "accelerate==1.15.0"),
     "sentence-transformers": (*_NEWEST, "sentence-transformers==6.2.0"),
     "fair-esm": ("fair-esm==2.0.0",),
-    # 4.53 is the last transformers that faesm can be imported beside.
+    # faesm cannot be imported beside transformers 4.56.2, and can beside this one.
     "faesm": ("faesm==0.1.1", "einops==0.8.2", "transformers==4.53.3", *_OLD),
     "esm-cpp": ("esm-cpp==0.2.1", "numpy==1.26.4"),
     "onnx": ("onnx==1.23.2", "onnxscript==0.7.2", "onnxruntime==1.32.0", "onnxruntime-node==1.30.0"),
