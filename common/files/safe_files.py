@@ -16,6 +16,8 @@ from typing import Any
 
 from isal import isal_zlib
 
+from common.cli import UserError
+
 JSON_LIMIT = 16 << 20  # bytes of a configuration, a manifest or a trainer state
 LARGEST_INT = 1 << 53  # of JSON that every reader agrees on
 
@@ -210,13 +212,14 @@ def write_json_flushed(path: Path, value: dict, sort_keys: bool) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict]:
-    """One object per line; [] if the file is missing. A last line torn by a crash is dropped."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    """One object per line; [] if the file is missing. A last line torn by a crash is dropped; another is UserError."""
+    rows, lines = [], path.read_text().splitlines() if path.exists() else []
+    for line in lines:
         try:
             rows.append(json.loads(line))
-        except ValueError:
-            break
+        except ValueError as error:
+            if len(rows) + 1 < len(lines):
+                raise UserError(f"{path}, line {len(rows) + 1}: not JSON: mend or remove that line") from error
     return rows
 
 
@@ -227,13 +230,8 @@ class JsonLinesLog:
         """Drops the rows beyond step `keep_through`: a resumed run takes those steps again."""
         self.path = path
         rows = [row for row in read_json_lines(path) if row["step"] <= keep_through]
-        partial = path.with_suffix(".partial")
-        try:
+        with replace_flushed(path) as partial:
             partial.write_text(_lines(rows))
-            os.replace(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
 
     def write(self, *rows: dict) -> None:
         try:
