@@ -30,7 +30,7 @@ WANDB_RUN = "wandb_run.json"  # the run's id at W&B
 TRACES = "profile/rank*-steps-*.json.gz"
 PICTURES = ("training_curves", "quant_stats")
 OWN_FILES = (
-    *(METRICS, "metrics.partial", "trainer_state.json"),
+    *(METRICS, "metrics.partial", f"{METRICS}.partial", "trainer_state.json"),
     *(RUN_INFO, f"{RUN_INFO}.partial"),
     *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
     *("quant_stats.jsonl", "quant_stats.partial"),
