@@ -33,7 +33,7 @@ OWN_FILES = (
     *(METRICS, "metrics.partial", f"{METRICS}.partial", "trainer_state.json"),
     *(RUN_INFO, f"{RUN_INFO}.partial"),
     *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
-    *("quant_stats.jsonl", "quant_stats.partial"),
+    *("quant_stats.jsonl", "quant_stats.partial", "quant_stats.jsonl.partial"),
     *(f"{name}.{form}{end}" for name in PICTURES for form in FORMATS for end in ("", ".partial")),
     *(SAVED, WANDB_RUN),
 )
