@@ -3,8 +3,8 @@
 python -m benchmarks.saturation RUN [RUN ...] [--output table.md]
 
 RUN: output directories of the train scripts with --do_eval, --eval_steps and --eval_downstream_steps. Runs that differ
-in the seed alone are one group. A figure's curve is the mean over its seeds, smoothed by the median of three
-evaluations. --output: the table, and a picture of all curves beside it.
+in the seed alone are one group. At a constant rate a figure wanders from one evaluation to the next: the table has its
+means over sixths of the run. --output: the table, and a picture of all curves beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from common.cli import UserError, run
 from common.figures import TWO_COLUMNS, figure_style, save_figure, series_style
 from extras.compare.runs import Group, group_runs, read_run
 
-REACHED = 0.95  # of the gain from the first evaluation to the best one
+PARTS = 6  # of a run, of equal steps
+REACHED = 0.95  # of the gain from the first part to the best one
 LOSS = "eval_loss_masked"
 # Of `metrics.jsonl`: how names begin and end. Losses fall, all else grows.
 FIGURES = (
@@ -42,16 +43,13 @@ PANELS_IN_A_ROW = 3
 
 
 class Growth(NamedTuple):
-    """first, last, best: of the smoothed curve; seeds: standard deviation between seeds at the last evaluation, NaN of
-    one; reached: the step with 95 % of the gain; at_best: step; by_loss: Spearman's correlation with the loss's fall
-    over all evaluations and over those of the second half."""
+    """parts: means [PARTS] over the evaluations of each part, and over seeds; seeds: standard deviation between seeds
+    of the last part's mean, NaN of one; reached: index of the first part with 95 % of the gain, 0 of none; by_loss:
+    Spearman's correlation with the loss's fall over all evaluations and over those of the second half."""
 
-    first: float
-    last: float
-    best: float
+    parts: np.ndarray
     seeds: float
     reached: int
-    at_best: int
     by_loss: tuple[float, float]
 
 
@@ -74,12 +72,6 @@ def baseline(group: Group, name: str) -> float:
     return float("nan")
 
 
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """Median of three along the last axis; the ends as they are."""
-    middle = np.median(np.lib.stride_tricks.sliding_window_view(values, 3, -1), -1)
-    return np.concatenate((values[..., :1], middle, values[..., -1:]), -1)
-
-
 def curves(group: Group, name: str) -> tuple[list[int], np.ndarray, np.ndarray]:
     """(steps [evaluations], values and losses [seeds, evaluations]) of the evaluations that all seeds have."""
     of = [{row["step"]: (row[name], row[LOSS]) for row in run.evaluations if name in row} for run in group.runs]
@@ -95,34 +87,35 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(spearmanr(a, b).statistic) if np.ptp(a) > 0 and np.ptp(b) > 0 else float("nan")
 
 
-def growth(steps: Sequence[int], values: np.ndarray, losses: np.ndarray, falls: bool) -> Growth:
-    """steps [evaluations]; values, losses [seeds, evaluations]; falls: lower is better."""
-    curve, loss = (smoothed(each.mean(0)) for each in (values, losses))
-    upward = -curve if falls else curve
-    best = int(upward.argmax())
-    gained = (upward - upward[0]) / max(upward[best] - upward[0], 1e-12)
-    seeds = float(values[:, -1].std(ddof=1)) if len(values) > 1 else float("nan")
+def growth(steps: Sequence[int], values: np.ndarray, losses: np.ndarray, ends: Sequence[float], falls: bool) -> Growth:
+    """steps [evaluations]; values, losses [seeds, evaluations]; ends: last steps of the parts, each of which has an
+    evaluation; falls: lower is better."""
+    part = np.searchsorted(ends, steps)
+    means = np.stack([values[:, part == number].mean(1) for number in range(len(ends))], 1)
+    parts = means.mean(0)
+    upward = -parts if falls else parts
+    gained = (upward - upward[0]) / max(upward.max() - upward[0], 1e-12)
+    seeds = float(means[:, -1].std(ddof=1)) if len(values) > 1 else float("nan")
+    curve, loss = values.mean(0) * (-1 if falls else 1), losses.mean(0)
     half = len(steps) // 2
-    by_loss = tuple(rank_correlation(upward[since:], -loss[since:]) for since in (0, half))
-    reached = steps[int(np.argmax(gained >= REACHED))]
-    return Growth(curve[0], curve[-1], curve[best], seeds, reached, steps[best], (by_loss[0], by_loss[1]))
+    by_loss = tuple(rank_correlation(curve[since:], -loss[since:]) for since in (0, half))
+    return Growth(parts, seeds, int(np.argmax(gained >= REACHED)), (by_loss[0], by_loss[1]))
 
 
 def table(group: Group) -> list[str]:
     names = names_of([row for run in group.runs for row in run.evaluations])
-    lines = [
-        f"| figure | without a model | first | last | ± | best | at step | {REACHED:.0%} of the gain at | by loss "
-        "| second half |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    ends = np.linspace(0, curves(group, LOSS)[0][-1], PARTS + 1)[1:]
+    titles = ["figure", "without a model", *(f"to {end:,.0f}" for end in ends), "±"]
+    titles += [f"{REACHED:.0%} of the gain by", "by loss", "second half"]
+    lines = [f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 1)}"]
     for name in names:
         steps, values, losses = curves(group, name)
-        if len(steps) < 4:
-            raise UserError(f"{group.runs[0].path}: {len(steps)} evaluations of {name}: at least 4 show a curve")
-        grown = growth(steps, values, losses, name == LOSS)
-        figures = baseline(group, name), grown.first, grown.last, grown.seeds, grown.best
+        if set(np.searchsorted(ends, steps)) != set(range(PARTS)):
+            raise UserError(f"{group.runs[0].path}: evaluations of {name}: each sixth of {ends[-1]:,.0f} steps needs one")
+        grown = growth(steps, values, losses, ends, name == LOSS)
+        figures = baseline(group, name), *grown.parts, grown.seeds
         cells = ["–" if np.isnan(each) else f"{each:.4f}" for each in figures]
-        cells += [f"{grown.at_best:,}", f"{grown.reached:,}", *(f"{each:+.2f}" for each in grown.by_loss)]
+        cells += [f"{ends[grown.reached]:,.0f}" if grown.reached else "–", *(f"{each:+.2f}" for each in grown.by_loss)]
         lines.append(f"| {name.removeprefix('eval_')} | {' | '.join(cells)} |")
     return lines
 
@@ -162,9 +155,10 @@ def main() -> None:
     lines = ["# Where figures stop growing", "", *where_measured("benchmarks.saturation", "torch"), ""]
     lines += [
         "Without a model: hidden residues by their neighbours, contacts nearest in the chain first, probes of residue",
-        "counts. First and last: mean over the seeds; ±: their standard deviation at the last evaluation. By loss:",
-        f"Spearman's correlation of a figure with the fall of {LOSS}, over all evaluations and over the second half",
-        "of them; evaluations of one run are no independent draws.",
+        "counts. To a step: mean over the evaluations of that sixth of the run and over seeds; ±: standard deviation",
+        "between seeds of the last sixth. Gain: from the first sixth to the best. By loss: Spearman's correlation of",
+        f"a figure with the fall of {LOSS}, over all evaluations and over the second half of them;",
+        "evaluations of one run are no independent draws.",
     ]
     groups = group_runs([read_run(Path(each)) for each in args.runs])
     for group in groups:

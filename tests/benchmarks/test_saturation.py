@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from benchmarks.saturation import baseline, draw, growth, names_of, smoothed
+from benchmarks.saturation import baseline, draw, growth, names_of, table
+from common.cli import UserError
 from extras.compare.runs import Group, Run
 
 
 def test_growth_of_known_curves():
-    steps = list(range(0, 1100, 100))
-    loss = np.array([3.0 - 0.1 * n for n in range(11)])
+    steps = list(range(100, 1300, 100))
+    ends = [200, 400, 600, 800, 1000, 1200]
+    loss = 3.0 - 0.1 * np.arange(12)
     losses = np.stack([loss + 0.01, loss - 0.01])
-    stops = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4])
-    grown = growth(steps, np.stack([stops, stops + 0.02]), losses, falls=False)
-    assert grown.reached == 400
-    assert np.isclose(grown.last, 0.41)
+    stops = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4])
+    grown = growth(steps, np.stack([stops, stops + 0.02]), losses, ends, falls=False)
+    assert np.allclose(grown.parts, [0.06, 0.26, 0.41, 0.41, 0.41, 0.41])
+    assert ends[grown.reached] == 600
     assert np.isclose(grown.seeds, 0.02 / 2**0.5)
     assert grown.by_loss[0] > 0.8  # both grow at first
     assert np.isnan(grown.by_loss[1])  # then one of them stands still
-    falling = growth(steps, losses, losses, falls=True)
-    assert (falling.reached, falling.at_best) == (1000, 1000)
+    falling = growth(steps, losses, losses, ends, falls=True)
+    assert ends[falling.reached] == 1200
     assert np.allclose(falling.by_loss, 1)
-    turns = growth(steps, np.stack([stops - 0.001 * np.arange(11) ** 2] * 2), losses, falls=False)
-    assert turns.at_best == 400
+    turns = growth(steps, np.stack([stops - 0.001 * np.arange(12) ** 2] * 2), losses, ends, falls=False)
+    assert ends[turns.reached] == 600
     assert turns.by_loss[1] < -0.9
+    never = growth(steps, np.stack([-stops] * 2), losses, ends, falls=False)
+    assert never.reached == 0
 
 
-def test_one_outlier_is_no_best():
-    values = np.array([0.0, 0.1, 0.9, 0.2, 0.3])
-    assert smoothed(values).tolist() == [0.0, 0.1, 0.2, 0.3, 0.3]
+def test_each_part_needs_an_evaluation(tmp_path):
+    steps = (100, 200, 300, 400, 500, 600)
+    rows = [{"step": step, "eval_loss_masked": 3 - step / 1e4, "eval_mutations_a": step / 1e4} for step in steps]
+    without = [{k: v for k, v in row.items() if row["step"] != 300 or k != "eval_mutations_a"} for row in rows]
+    groups = [
+        Group("A", "one seed", (Run(tmp_path, each, each[-1], {"arguments": {"seed": 1}}, {}, False, None),))
+        for each in (rows, without)
+    ]
+    line = table(groups[0])[-1]
+    assert line.startswith("| mutations_a | – | 0.0100 | 0.0200 | 0.0300 | 0.0400 | 0.0500 | 0.0600 | – | 600 |")
+    with pytest.raises(UserError, match="eval_mutations_a: each sixth of 600 steps needs one"):
+        table(groups[1])
 
 
 def test_figures_are_those_that_a_user_reads():
