@@ -111,7 +111,7 @@ def table(group: Group) -> list[str]:
     for name in names:
         steps, values, losses = curves(group, name)
         if set(np.searchsorted(ends, steps)) != set(range(PARTS)):
-            raise UserError(f"{group.runs[0].path}: evaluations of {name}: each sixth of {ends[-1]:,.0f} steps needs one")
+            raise UserError(f"{group.runs[0].path}: {name}: each sixth of {ends[-1]:,.0f} steps needs an evaluation")
         grown = growth(steps, values, losses, ends, name == LOSS)
         figures = baseline(group, name), *grown.parts, grown.seeds
         cells = ["–" if np.isnan(each) else f"{each:.4f}" for each in figures]

@@ -42,7 +42,7 @@ def test_each_part_needs_an_evaluation(tmp_path):
     ]
     line = table(groups[0])[-1]
     assert line.startswith("| mutations_a | – | 0.0100 | 0.0200 | 0.0300 | 0.0400 | 0.0500 | 0.0600 | – | 600 |")
-    with pytest.raises(UserError, match="eval_mutations_a: each sixth of 600 steps needs one"):
+    with pytest.raises(UserError, match="eval_mutations_a: each sixth of 600 steps needs an evaluation"):
         table(groups[1])
 
 
