@@ -44,13 +44,14 @@ PANELS_IN_A_ROW = 3
 
 class Growth(NamedTuple):
     """parts: means [PARTS] over the evaluations of each part, and over seeds; seeds: standard deviation between seeds
-    of the last part's mean, NaN of one; reached: index of the first part with 95 % of the gain, 0 of none; by_loss:
-    Spearman's correlation with the loss's fall over all evaluations and over those of the second half."""
+    of the last part's mean, NaN of one; reached: index of the first part with 95 % of the gain, 0 of none; by_loss,
+    by_step: Spearman's correlation over all evaluations with the loss's fall, with the number of steps."""
 
     parts: np.ndarray
     seeds: float
     reached: int
-    by_loss: tuple[float, float]
+    by_loss: float
+    by_step: float
 
 
 def names_of(rows: Sequence[dict]) -> list[str]:
@@ -97,16 +98,15 @@ def growth(steps: Sequence[int], values: np.ndarray, losses: np.ndarray, ends: S
     gained = (upward - upward[0]) / max(upward.max() - upward[0], 1e-12)
     seeds = float(means[:, -1].std(ddof=1)) if len(values) > 1 else float("nan")
     curve, loss = values.mean(0) * (-1 if falls else 1), losses.mean(0)
-    half = len(steps) // 2
-    by_loss = tuple(rank_correlation(curve[since:], -loss[since:]) for since in (0, half))
-    return Growth(parts, seeds, int(np.argmax(gained >= REACHED)), (by_loss[0], by_loss[1]))
+    correlations = rank_correlation(curve, -loss), rank_correlation(curve, np.asarray(steps))
+    return Growth(parts, seeds, int(np.argmax(gained >= REACHED)), *correlations)
 
 
 def table(group: Group) -> list[str]:
     names = names_of([row for run in group.runs for row in run.evaluations])
     ends = np.linspace(0, curves(group, LOSS)[0][-1], PARTS + 1)[1:]
     titles = ["figure", "without a model", *(f"to {end:,.0f}" for end in ends), "±"]
-    titles += [f"{REACHED:.0%} of the gain by", "by loss", "second half"]
+    titles += [f"{REACHED:.0%} of the gain by", "by loss", "by step"]
     lines = [f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 1)}"]
     for name in names:
         steps, values, losses = curves(group, name)
@@ -115,7 +115,8 @@ def table(group: Group) -> list[str]:
         grown = growth(steps, values, losses, ends, name == LOSS)
         figures = baseline(group, name), *grown.parts, grown.seeds
         cells = ["–" if np.isnan(each) else f"{each:.4f}" for each in figures]
-        cells += [f"{ends[grown.reached]:,.0f}" if grown.reached else "–", *(f"{each:+.2f}" for each in grown.by_loss)]
+        cells += [f"{ends[grown.reached]:,.0f}" if grown.reached else "–"]
+        cells += ["–" if np.isnan(each) else f"{each:+.2f}" for each in (grown.by_loss, grown.by_step)]
         lines.append(f"| {name.removeprefix('eval_')} | {' | '.join(cells)} |")
     return lines
 
@@ -156,9 +157,9 @@ def main() -> None:
     lines += [
         "Without a model: hidden residues by their neighbours, contacts nearest in the chain first, probes of residue",
         "counts. To a step: mean over the evaluations of that sixth of the run and over seeds; ±: standard deviation",
-        "between seeds of the last sixth. Gain: from the first sixth to the best. By loss: Spearman's correlation of",
-        f"a figure with the fall of {LOSS}, over all evaluations and over the second half of them;",
-        "evaluations of one run are no independent draws.",
+        "between seeds of the last sixth. Gain: from the first sixth to the best. By loss, by step: Spearman's",
+        f"correlation of a figure with the fall of {LOSS} and with the number of steps, over all evaluations,",
+        "which are no independent draws: a loss that says only how long a run went on does no better than the step.",
     ]
     groups = group_runs([read_run(Path(each)) for each in args.runs])
     for group in groups:

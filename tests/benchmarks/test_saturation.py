@@ -20,14 +20,20 @@ def test_growth_of_known_curves():
     assert np.allclose(grown.parts, [0.06, 0.26, 0.41, 0.41, 0.41, 0.41])
     assert ends[grown.reached] == 600
     assert np.isclose(grown.seeds, 0.02 / 2**0.5)
-    assert grown.by_loss[0] > 0.8  # both grow at first
-    assert np.isnan(grown.by_loss[1])  # then one of them stands still
+    assert grown.by_loss > 0.8
     falling = growth(steps, losses, losses, ends, falls=True)
     assert ends[falling.reached] == 1200
-    assert np.allclose(falling.by_loss, 1)
+    assert np.isclose(falling.by_loss, 1)
+    assert np.isclose(falling.by_step, 1)
+    still = growth(steps, np.ones_like(losses), losses, ends, falls=False)
+    assert np.isnan(still.by_loss)
     turns = growth(steps, np.stack([stops - 0.001 * np.arange(12) ** 2] * 2), losses, ends, falls=False)
     assert ends[turns.reached] == 600
-    assert turns.by_loss[1] < -0.9
+    # a figure that follows a loss which rises again, and not the steps
+    rises = np.stack([3.0 - 0.1 * np.array([0, 1, 2, 3, 4, 5, 6, 5, 4, 3, 2, 1])] * 2)
+    followed = growth(steps, -rises, rises, ends, falls=False)
+    assert np.isclose(followed.by_loss, 1)
+    assert followed.by_step < 0.3
     never = growth(steps, np.stack([-stops] * 2), losses, ends, falls=False)
     assert never.reached == 0
 
