@@ -3,8 +3,9 @@
 python -m benchmarks.saturation RUN [RUN ...] [--output table.md]
 
 RUN: output directories of the train scripts with --do_eval, --eval_steps and --eval_downstream_steps. Runs that differ
-in the seed alone are one group. At a constant rate a figure wanders from one evaluation to the next: the table has its
-means over sixths of the run. --output: the table, and a picture of all curves beside it.
+in the seed alone are one group. At a constant rate a figure wanders from one evaluation to the next: the tables have
+its means over eighths of the longest run, the same steps for all groups. --output: the tables, and a picture of all
+curves beside them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from common.cli import UserError, run
 from common.figures import TWO_COLUMNS, figure_style, save_figure, series_style
 from extras.compare.runs import Group, group_runs, read_run
 
-PARTS = 6  # of a run, of equal steps
+PARTS = 8  # of the longest run, of equal steps
 REACHED = 0.95  # of the gain from the first part to the best one
 LOSS = "eval_loss_masked"
 # Of `metrics.jsonl`: how names begin and end. Losses fall, all else grows.
@@ -43,7 +44,7 @@ PANELS_IN_A_ROW = 3
 
 
 class Growth(NamedTuple):
-    """parts: means [PARTS] over the evaluations of each part, and over seeds; seeds: standard deviation between seeds
+    """parts: means [parts] over the evaluations of each part, and over seeds; seeds: standard deviation between seeds
     of the last part's mean, NaN of one; reached: index of the first part with 95 % of the gain, 0 of none; by_loss,
     by_step: Spearman's correlation over all evaluations with the loss's fall, with the number of steps."""
 
@@ -102,16 +103,23 @@ def growth(steps: Sequence[int], values: np.ndarray, losses: np.ndarray, ends: S
     return Growth(parts, seeds, int(np.argmax(gained >= REACHED)), *correlations)
 
 
-def table(group: Group) -> list[str]:
+def last_evaluation(group: Group) -> int:
+    return curves(group, LOSS)[0][-1]
+
+
+def table(group: Group, longest: int) -> list[str]:
+    """longest: the last step of the longest group; a shorter one has fewer parts, its last one may be shorter."""
     names = names_of([row for run in group.runs for row in run.evaluations])
-    ends = np.linspace(0, curves(group, LOSS)[0][-1], PARTS + 1)[1:]
+    last = last_evaluation(group)
+    ends = [end for end in np.linspace(0, longest, PARTS + 1)[1:] if end < last] + [last]
     titles = ["figure", "without a model", *(f"to {end:,.0f}" for end in ends), "±"]
     titles += [f"{REACHED:.0%} of the gain by", "by loss", "by step"]
     lines = [f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 1)}"]
     for name in names:
         steps, values, losses = curves(group, name)
-        if set(np.searchsorted(ends, steps)) != set(range(PARTS)):
-            raise UserError(f"{group.runs[0].path}: {name}: each sixth of {ends[-1]:,.0f} steps needs an evaluation")
+        if set(np.searchsorted(ends, steps)) != set(range(len(ends))):
+            every = f"each {longest / PARTS:,.0f} steps, an eighth of the longest run"
+            raise UserError(f"{group.runs[0].path}: {name}: {every}, need an evaluation")
         grown = growth(steps, values, losses, ends, name == LOSS)
         figures = baseline(group, name), *grown.parts, grown.seeds
         cells = ["–" if np.isnan(each) else f"{each:.4f}" for each in figures]
@@ -156,12 +164,13 @@ def main() -> None:
     lines = ["# Where figures stop growing", "", *where_measured("benchmarks.saturation", "torch"), ""]
     lines += [
         "Without a model: hidden residues by their neighbours, contacts nearest in the chain first, probes of residue",
-        "counts. To a step: mean over the evaluations of that sixth of the run and over seeds; ±: standard deviation",
-        "between seeds of the last sixth. Gain: from the first sixth to the best. By loss, by step: Spearman's",
+        "counts. To a step: mean over the evaluations since the step before it and over seeds; ±: standard deviation",
+        "between seeds in the last column. Gain: from the first column to the best. By loss, by step: Spearman's",
         f"correlation of a figure with the fall of {LOSS} and with the number of steps, over all evaluations,",
         "which are no independent draws: a loss that says only how long a run went on does no better than the step.",
     ]
     groups = group_runs([read_run(Path(each)) for each in args.runs])
+    longest = max(map(last_evaluation, groups))
     for group in groups:
         tokens = ", ".join(f"{each:,.0f}" for each in group.lasts("tokens"))
         lines += [
@@ -171,7 +180,7 @@ def main() -> None:
             f"Seeds {', '.join(str(r.seed) for r in group.runs)}; tokens: {tokens}.",
             "",
         ]
-        lines += table(group)
+        lines += table(group, longest)
     if args.output:
         draw(groups, Path(args.output).with_suffix(""))
     publish("\n".join(lines), args.output)

@@ -38,18 +38,20 @@ def test_growth_of_known_curves():
     assert never.reached == 0
 
 
-def test_each_part_needs_an_evaluation(tmp_path):
-    steps = (100, 200, 300, 400, 500, 600)
+def test_groups_have_the_same_parts(tmp_path):
+    steps = range(100, 900, 100)
     rows = [{"step": step, "eval_loss_masked": 3 - step / 1e4, "eval_mutations_a": step / 1e4} for step in steps]
     without = [{k: v for k, v in row.items() if row["step"] != 300 or k != "eval_mutations_a"} for row in rows]
-    groups = [
+    whole, lacking, half = (
         Group("A", "one seed", (Run(tmp_path, each, each[-1], {"arguments": {"seed": 1}}, {}, False, None),))
-        for each in (rows, without)
-    ]
-    line = table(groups[0])[-1]
-    assert line.startswith("| mutations_a | – | 0.0100 | 0.0200 | 0.0300 | 0.0400 | 0.0500 | 0.0600 | – | 600 |")
-    with pytest.raises(UserError, match="eval_mutations_a: each sixth of 600 steps needs an evaluation"):
-        table(groups[1])
+        for each in (rows, without, rows[:4])
+    )
+    first = "| mutations_a | – | 0.0100 | 0.0200 | 0.0300 | 0.0400 |"
+    assert table(whole, 800)[-1].startswith(first + " 0.0500 | 0.0600 | 0.0700 | 0.0800 | – | 800 |")
+    assert table(half, 800)[-1].startswith(first + " – | 400 |")
+    assert table(half, 1200)[-1].startswith("| mutations_a | – | 0.0100 | 0.0250 | 0.0400 | – | 400 |")
+    with pytest.raises(UserError, match="eval_mutations_a: each 100 steps, an eighth of the longest run, need an"):
+        table(lacking, 800)
 
 
 def test_figures_are_those_that_a_user_reads():
